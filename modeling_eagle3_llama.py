@@ -204,6 +204,12 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
         """Token ids of the target for ids of the draft vocabulary, any shape."""
         return draft_ids if self.config.draft_vocab_size == self.config.vocab_size else draft_ids + self.d2t[draft_ids]
 
+    def kept_ids(self) -> Tensor | None:
+        """Target ids of the draft vocabulary [D], ascending; None when D = V."""
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
     # ---- forward ----
 
     def fuse(self, features: Tensor) -> Tensor:

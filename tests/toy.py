@@ -1,7 +1,11 @@
 """Toy targets and drafts: the real classes at sizes that run in milliseconds."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle3_llama.configuration_eagle3_llama import Eagle3LlamaConfig
 from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
@@ -46,3 +50,37 @@ def capture(target: LlamaForCausalLM, input_ids, layer_ids, attention_mask=None)
     """Captured states [B,S,3H], read from all hidden states."""
     states = target(input_ids, attention_mask=attention_mask, output_hidden_states=True).hidden_states
     return torch.cat([states[i] for i in layer_ids], dim=-1)
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def toy_tokenizer() -> PreTrainedTokenizerFast:
+    """Words a0..a53 and the marks of a chat template, 64 ids."""
+    marks = ["<pad>", "<unk>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    words = marks + [f"a{i}" for i in range(64 - len(marks))]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<|end|>"
+    )
+    fast.add_special_tokens({"additional_special_tokens": marks[3:]})
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def toy_rows(count: int, length: int = 24, seed: int = 3) -> Dataset:
+    """Tokenised conversations with a pattern to learn: in an answer each word is followed by its successor."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(count):
+        prompt = torch.randint(6, 64, (5,), generator=generator).tolist()
+        size = int(torch.randint(length // 2, length, (), generator=generator))
+        first = int(torch.randint(6, 64, (), generator=generator))
+        answer = [6 + (first + i) % 58 for i in range(size)] + [2]
+        ids = [4, *prompt, 2, 5, *answer]
+        rows.append({"input_ids": ids, "assistant_masks": [0] * (len(ids) - len(answer)) + [1] * len(answer)})
+    return Dataset.from_list(rows)

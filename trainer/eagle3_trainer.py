@@ -1,0 +1,290 @@
+"""Eagle3Trainer: distils an EAGLE-3 draft from a frozen target.
+
+    trainer = Eagle3Trainer(
+        target=target, args=Eagle3Config(output_dir="draft"), train_dataset=rows, processing_class=tokenizer
+    )
+    trainer.train()
+
+A step: the target reads the batch once without gradients (three captured states, and the last one); the draft unrolls
+K steps over the captured ones; the loss compares every step with the target's distribution. The loss is a sum over
+supervised tokens, divided by their number in the whole global batch, so neither accumulation nor the number of
+processes changes it.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import PeftConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from trl.trainer.base_trainer import _BaseTrainer
+
+from eagle3_llama.configuration_eagle3_llama import Eagle3LlamaConfig
+from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
+from eagle3_llama.trainer.conversations import tokenize_rows
+from eagle3_llama.trainer.draft_vocabulary import cached_draft_vocabulary
+from eagle3_llama.trainer.eagle3_config import Eagle3Config
+from eagle3_llama.trainer.frozen_target import capture
+from eagle3_llama.trainer.hub import push_draft, write_card
+from eagle3_llama.trainer.loss import ChainLoss, chain_loss, predicted_tokens
+
+
+class Eagle3Trainer(_BaseTrainer):
+    """Distils a draft from a frozen target.
+
+    Args:
+        target: the frozen target; moved to the training device.
+        args: the configuration.
+        train_dataset, eval_dataset: rows as `conversations.load_rows` returns them, or already tokenised
+            (`input_ids`, `assistant_masks`).
+        processing_class: the target's tokenizer.
+        model: a draft to go on from; None makes one from `args`, with its vocabulary, head and norm.
+        peft_config: trains an adapter on `model` instead of its weights.
+        card: facts for the model card beside those the trainer knows, such as `datasets`.
+
+    Raises:
+        ValueError: a draft that does not fit the target, an adapter without a draft, no supervised token in the data.
+    """
+
+    _tag_names = ["trl", "eagle3"]
+    _name = "EAGLE-3"
+    # The loss is divided by the supervised tokens of all accumulated batches, not averaged over them.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        args: Eagle3Config,
+        train_dataset: Dataset,
+        eval_dataset: Dataset | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        model: LlamaForCausalLMEagle3 | None = None,
+        peft_config: PeftConfig | None = None,
+        card: dict[str, Any] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple = (None, None),
+    ):
+        if peft_config is not None and model is None:
+            raise ValueError("an adapter needs a trained draft: give `model` (--draft_name_or_path) with peft_config")
+        train_dataset = self._prepare_dataset(train_dataset, processing_class, args)
+        eval_dataset = eval_dataset and self._prepare_dataset(eval_dataset, processing_class, args)
+        self.card = {"dropped_rows": {}} | (card or {})
+        if model is None:
+            model = self._build_draft(target, args, train_dataset, processing_class)
+        self.draft = model.bind_target(target)
+        self.target_name = target.config._name_or_path
+        if peft_config is not None:
+            peft_config.base_model_name_or_path = model.config._name_or_path
+            model = get_peft_model(model, peft_config)
+            if type(self.draft.lm_head) is not nn.Linear:
+                raise ValueError("an adapter on lm_head is not possible: the loss and the engines read its weight")
+        self._sums: dict[str, dict[str, Any]] = {"train": defaultdict(float), "eval": defaultdict(float)}
+        self._last_log = time.perf_counter()
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=Collator(processing_class),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        # `prepare_model` moves the target to the device; its body is called directly, outside of the wrapped forward.
+        self.target = self.accelerator.prepare_model(target, evaluation_mode=True)
+
+    # ---- prepare ----
+
+    @staticmethod
+    def _prepare_dataset(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: Eagle3Config) -> Dataset:
+        if {"input_ids", "assistant_masks"} == set(dataset.column_names):
+            return dataset
+        return tokenize_rows(dataset, tokenizer, args.max_length, args.dataset_num_proc)[0]
+
+    def _build_draft(
+        self, target: PreTrainedModel, args: Eagle3Config, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
+    ) -> LlamaForCausalLMEagle3:
+        """A new draft: vocabulary from the supervised tokens, head rows and final norm from the target."""
+        config = Eagle3LlamaConfig.from_target(
+            target.config,
+            num_hidden_layers=args.num_hidden_layers,
+            embed_fusion=args.embed_fusion,
+            draft_vocab_size=args.draft_vocab_size,
+            eagle_aux_hidden_state_layer_ids=args.captured_layers,
+            fc_norm=args.fc_norm,
+            norm_output=args.norm_output,
+            target_name=args.target_name,
+            dtype=torch.float32,
+        )
+        torch.manual_seed(args.seed)
+        draft = LlamaForCausalLMEagle3(config)
+        head, rows = target.get_output_embeddings().weight, slice(None)
+        if config.draft_vocab_size < config.vocab_size:
+            d2t, t2d, self.card["coverage"] = cached_draft_vocabulary(
+                dataset,
+                tokenizer,
+                config.draft_vocab_size,
+                config.vocab_size,
+                end_of_turn_ids(target),
+                Path(args.output_dir),
+            )
+            draft.set_draft_vocabulary(d2t, t2d)
+            rows = draft.t2d
+        with torch.no_grad():
+            draft.lm_head.weight.copy_(head[rows.to(head.device) if torch.is_tensor(rows) else rows])
+            draft.norm.weight.copy_(target.get_decoder().norm.weight)
+        return draft
+
+    # ---- loss ----
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Tensor:
+        """Loss of one batch over `num_items_in_batch` supervised tokens (all of this batch's when None)."""
+        result = self._chain_loss(model, inputs)
+        mode = "train" if model.training else "eval"
+        self._add_metrics(mode, result, inputs)
+        if num_items_in_batch is None:
+            num_items_in_batch = result.supervised[0].clamp(min=1)
+        if not torch.isfinite(result.loss):
+            raise ValueError(
+                f"the loss is {result.loss.item()} at step {self.state.global_step}; lower learning_rate, or go on from "
+                "the last checkpoint with another seed"
+            )
+        # DDP averages gradients over processes, and the tokens were counted over all of them.
+        return result.loss / num_items_in_batch * (self.accelerator.num_processes if mode == "train" else 1)
+
+    def _chain_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> ChainLoss:
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        layers = self.draft.config.eagle_aux_hidden_state_layer_ids
+        target = self.accelerator.unwrap_model(self.target)
+        features, target_states = capture(target, ids, mask, layers)
+        output = model(input_ids=ids, hidden_states=features, attention_mask=mask, ttt_steps=self.args.ttt_steps)
+        with self.accelerator.autocast():
+            return chain_loss(
+                output.hidden_states,
+                self.draft.lm_head.weight,
+                target_states,
+                target.get_output_embeddings().weight,
+                inputs["assistant_masks"],
+                self.draft.kept_ids(),
+            )
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: torch.device) -> Tensor | None:
+        """Supervised tokens of the global batch: all accumulated batches of all processes."""
+        if not batch_samples:
+            return None
+        count = sum(predicted_tokens(batch["assistant_masks"])[:, 1:].sum() for batch in batch_samples)
+        return self.accelerator.gather(count.to(device)).sum().clamp(min=1)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        return loss, None, None
+
+    # ---- log ----
+
+    def _add_metrics(self, mode: str, result: ChainLoss, inputs: dict[str, Tensor]) -> None:
+        sums = self._sums[mode]
+        for name in ("loss", "correct", "supervised", "joint", "joint_supervised", "covered"):
+            sums[name] = sums[name] + getattr(result, name).detach()
+        sums["tokens"] = sums["tokens"] + inputs["attention_mask"].sum()
+
+    def _take_metrics(self, mode: str) -> dict[str, float]:
+        """Metrics since the last call, over all processes. tau: 1 + expected length of the accepted chain."""
+        sums = {name: self.accelerator.reduce(value.double(), "sum") for name, value in self._sums[mode].items()}
+        self._sums[mode].clear()
+        accuracy = sums["correct"] / sums["supervised"].clamp(min=1)
+        joint = sums["joint"] / sums["joint_supervised"].clamp(min=1)
+        metrics = {f"accuracy/{k}": value for k, value in enumerate(accuracy.tolist())}
+        metrics |= {f"joint_acceptance/{k}": value for k, value in enumerate(joint.tolist())}
+        supervised = sums["supervised"][0].clamp(min=1)
+        return metrics | {
+            "estimated_tau": 1 + joint.sum().item(),
+            "supervised_share": (sums["supervised"][0] / sums["tokens"]).item(),
+            "vocabulary_coverage": (sums["covered"] / supervised).item(),
+            "token_loss": (sums["loss"] / supervised).item(),
+            "tokens": sums["tokens"].item(),
+        }
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self._sums["train"]:
+            metrics = self._take_metrics("train")
+            now = time.perf_counter()
+            metrics["tokens_per_second"] = metrics.pop("tokens") / (now - self._last_log)
+            self._last_log = now
+            logs = logs | {key: value for key, value in metrics.items() if key != "token_loss"}
+        super().log({key: round(value, 6) for key, value in logs.items()}, start_time)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any):
+        self._sums["eval"].clear()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        metrics = self._take_metrics("eval")
+        # transformers averages batches; a token counts the same in every batch here.
+        metrics["loss"] = metrics.pop("token_loss")
+        del metrics["tokens"]
+        output.metrics.update({f"{metric_key_prefix}_{key}": value for key, value in metrics.items()})
+        self._last_log = time.perf_counter()
+        return output
+
+    # ---- save and push ----
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Only what belongs to a draft: weights, configuration, code and card."""
+        if not self.args.should_save:
+            return
+        output_dir = output_dir or self.args.output_dir
+        self.model.save_pretrained(output_dir, state_dict=state_dict)
+        write_card(self, output_dir)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the card into the output folder."""
+        if self.is_world_process_zero():
+            write_card(self, self.args.output_dir)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push a checkpoint's draft while training goes on; transformers would push config.json without its code."""
+        if not self.is_world_process_zero() or self.args.hub_strategy == "end":
+            return
+        push_draft(self, checkpoint_folder, f"Training in progress, step {self.state.global_step}", blocking=False)
+
+    def push_to_hub(self, commit_message: str | None = "End of training", blocking: bool = True, **kwargs: Any):
+        """Save the draft and push it. Raises RuntimeError, with the command to push again, when the Hub fails."""
+        if self.hub_model_id is None:
+            self.init_hf_repo()
+        self.save_model(_internal_call=True)
+        if self.is_world_process_zero():
+            return push_draft(self, self.args.output_dir, commit_message, blocking=blocking)
+
+
+class Collator:
+    """Pads rows on the right: `input_ids`, `attention_mask` and `assistant_masks`, each [B,S]."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.pad_token_id = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+        def pad(values: Callable, fill: int) -> Tensor:
+            return pad_sequence([torch.tensor(values(row)) for row in rows], batch_first=True, padding_value=fill)
+
+        return {
+            "input_ids": pad(lambda row: row["input_ids"], self.pad_token_id),
+            "attention_mask": pad(lambda row: [1] * len(row["input_ids"]), 0),
+            "assistant_masks": pad(lambda row: row["assistant_masks"], 0),
+        }
+
+
+def end_of_turn_ids(target: PreTrainedModel) -> list[int]:
+    """The ids that end the target's answer."""
+    ids = target.generation_config.eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
