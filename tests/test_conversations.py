@@ -154,7 +154,6 @@ MESSAGES = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant"
     ],
 )
 def test_conversations_in_any_schema_become_the_same_messages(tmp_path, record):
-    assert load(tmp_path, record)[0]["messages"] == MESSAGES["messages"] or "from" in record["conversations"][0]
     expected, _ = tokenize(tmp_path, chatml(), MESSAGES)
     assert tokenize(tmp_path, chatml(), record)[0][0] == expected[0]
 

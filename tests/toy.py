@@ -10,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from eagle3_llama.configuration_eagle3_llama import Eagle3LlamaConfig
 from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
 
+torch.set_num_threads(1)  # toy sizes: a second thread costs more than it brings
+
 ALL_SHAPES = [(layers, fusion) for layers in (1, 2, 3) for fusion in ("first", "all")]
 
 
@@ -53,7 +55,7 @@ def capture(target: LlamaForCausalLM, input_ids, layer_ids, attention_mask=None)
 
 
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 

@@ -280,8 +280,8 @@ def tokenize_rows(
     """Turns the rows of `load_rows` into `input_ids` and `assistant_masks`, and counts the dropped rows by reason.
 
     Rows are cut at `max_length` tokens. The mask comes from the template's `{% generation %}` where it has one.
-    If not, an answer is what the rendering gains over its prompt's rendering with the generation header; a row counts only if
-    all these renderings are prefixes of one another and no token lies across an answer's start.
+    If not, an answer is what the rendering gains over its prompt's rendering with the generation header; a row counts
+    only if all these renderings are prefixes of one another and no token lies across an answer's start.
 
     Raises:
         ValueError: Conversations and no chat template, a tokenizer that is not a fast one, no row left.

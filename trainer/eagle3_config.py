@@ -48,7 +48,7 @@ class Eagle3Config(_BaseConfig):
     max_grad_norm: float = field(default=0.5, metadata={"help": "Gradients are clipped to this norm."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Shape of the learning rate after warm-up."})
     warmup_steps: float = field(default=0.015, metadata={"help": "Warm-up: steps, or below 1 their share of all."})
-    gradient_checkpointing: bool = field(default=False, metadata={"help": "Not available for the draft."})
+    gradient_checkpointing: bool | None = field(default=None, metadata={"help": "Not available for the draft."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "The trainer prepares its own columns."})
     logging_nan_inf_filter: bool = field(
         default=False, metadata={"help": "Hide a non-finite loss. It stops the training here instead."}
