@@ -307,6 +307,7 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any):
         """As PreTrainedModel's, but strict: missing, unexpected or mis-shaped weights are a ValueError."""
+        kwargs["ignore_mismatched_sizes"] = True  # they are reported below, by name
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         problems = {key: sorted(map(str, value)) for key, value in info.items() if value}
         if problems:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from eagle3_llama.trainer.conversations import format_preview, held_out_prompts, load_rows, tokenize_rows
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from eagle3_llama.trainer.conversations import format_preview, held_out_prompts, tokenize_rows
+from eagle3_llama.trainer.records import load_rows
 
 CHATML = """{% for m in messages %}{% if loop.first and m['role'] != 'system' %}{{ '<|im_start|>system
 Be kind.<|im_end|>
@@ -269,7 +271,7 @@ def test_hub_name_is_loaded_with_its_configuration(monkeypatch):
     def load_dataset(name, config, split):
         return Dataset.from_list([{**MESSAGES, "source": f"{name} {config} {split}"}])
 
-    monkeypatch.setattr("eagle3_llama.trainer.conversations.load_dataset", load_dataset)
+    monkeypatch.setattr("eagle3_llama.trainer.records.load_dataset", load_dataset)
     rows, report = load_rows(["user/name:small"], split="train_sft")
     assert rows[0]["messages"] == MESSAGES["messages"] and report.rows == 1
 

@@ -5,14 +5,15 @@ import time
 import pytest
 import torch
 from datasets import Dataset
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
 from eagle3_llama.trainer.draft_vocabulary import (
     cached_draft_vocabulary,
     count_supervised_tokens,
     coverage,
     select_draft_vocabulary,
 )
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 ROWS = [
     {"input_ids": [1, 5, 5, 7, 2], "assistant_masks": [0, 0, 1, 1, 1]},

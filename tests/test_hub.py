@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
-from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
-from eagle3_llama.trainer.eagle3_trainer import Eagle3Trainer
-from eagle3_llama.trainer.frozen_target import load_target
 from peft import LoraConfig
 from safetensors.torch import load_file
 from test_trainer import StopAt, config, trainer_for
 from toy import ALL_SHAPES, toy_draft, toy_rows, toy_target, toy_tokenizer
+
+from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
+from eagle3_llama.trainer.eagle3_trainer import Eagle3Trainer
+from eagle3_llama.trainer.frozen_target import load_target
 
 STRANGER = """
 import sys, torch

@@ -1,4 +1,4 @@
-"""The draft's arithmetic: unroll = cached decoding = an independent dense reading; masks, dtypes, vocabulary, binding."""
+"""The draft's arithmetic: unroll = cached decoding = an independent dense reading; masks, dtypes, vocabulary."""
 
 import copy
 

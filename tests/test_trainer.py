@@ -5,12 +5,13 @@ import shutil
 
 import pytest
 import torch
+from toy import toy_draft, toy_rows, toy_target, toy_tokenizer
+from transformers import TrainerCallback
+
 from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
 from eagle3_llama.trainer.eagle3_config import Eagle3Config
 from eagle3_llama.trainer.eagle3_trainer import Eagle3Trainer
 from eagle3_llama.trainer.frozen_target import load_target
-from toy import toy_draft, toy_rows, toy_target, toy_tokenizer
-from transformers import TrainerCallback
 
 
 def config(folder, **overrides) -> Eagle3Config:

@@ -81,6 +81,7 @@ class Eagle3Trainer(_BaseTrainer):
         self.target_name = target.config._name_or_path
         if peft_config is not None:
             peft_config.base_model_name_or_path = model.config._name_or_path
+            torch.manual_seed(args.seed)
             model = get_peft_model(model, peft_config)
             if type(self.draft.lm_head) is not nn.Linear:
                 raise ValueError("an adapter on lm_head is not possible: the loss and the engines read its weight")
@@ -158,8 +159,8 @@ class Eagle3Trainer(_BaseTrainer):
             num_items_in_batch = result.supervised[0].clamp(min=1)
         if not torch.isfinite(result.loss):
             raise ValueError(
-                f"the loss is {result.loss.item()} at step {self.state.global_step}; lower learning_rate, or go on from "
-                "the last checkpoint with another seed"
+                f"the loss is {result.loss.item()} at step {self.state.global_step}; lower learning_rate, or go on "
+                "from the last checkpoint with another seed"
             )
         # DDP averages gradients over processes, and the tokens were counted over all of them.
         return result.loss / num_items_in_batch * (self.accelerator.num_processes if mode == "train" else 1)

@@ -25,8 +25,8 @@ DRAFT_FILES = re.compile(
     r"|(model|adapter_model)[\w-]*\.safetensors(\.index\.json)?"
 )
 RECIPE = (
-    "learning_rate lr_scheduler_type warmup_steps adam_beta1 adam_beta2 weight_decay max_grad_norm max_length ttt_steps "
-    "per_device_train_batch_size gradient_accumulation_steps max_steps num_train_epochs seed bf16"
+    "learning_rate lr_scheduler_type warmup_steps adam_beta1 adam_beta2 weight_decay max_grad_norm max_length "
+    "ttt_steps per_device_train_batch_size gradient_accumulation_steps max_steps num_train_epochs seed bf16"
 ).split()
 
 
@@ -91,7 +91,7 @@ def push_draft(trainer: "Eagle3Trainer", folder: str, message: str, blocking: bo
     repo = trainer.hub_model_id
     files = sorted(path.name for path in Path(folder).iterdir() if DRAFT_FILES.fullmatch(path.name))
     again = f"hf upload {repo} {folder} . " + " ".join(f"--include {name}" for name in files)
-    advice = f"the draft is complete in {folder}; push it again by the same command, which trains no step twice, or: {again}"
+    advice = f"the draft is complete in {folder}; push it by the same command, which trains no step twice, or: {again}"
     if not blocking and trainer.push_in_progress is not None and not trainer.push_in_progress.is_done():
         return None
     trainer._finish_current_push()

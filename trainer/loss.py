@@ -39,18 +39,24 @@ def predicted_tokens(assistant_mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def target_distribution(states: Tensor, head: Tensor, kept_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The target at n tokens: states [n,H], head [V,H] -> (probabilities [n,D] over the draft vocabulary, top-1 [n]).
+def target_distribution(states: Tensor, head: Tensor, kept_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The target at n tokens, from its states [n,H] and head [V,H], seen through the draft vocabulary.
 
-    The probabilities are renormalised over the draft vocabulary (EAGLE-3); top-1 is over all V. fp32 softmax.
+    Returns its probabilities renormalised over the draft vocabulary [n,D] (fp32), its most likely draft id [n], and
+    whether that is its top-1 over all V [n].
     """
-    probabilities, top1 = [], []
+    probabilities, top1, in_draft = [], [], []
     for chunk in states.split(TARGET_CHUNK):
-        logits = F.linear(chunk, head)  # [chunk,V]
-        top1.append(logits.argmax(-1))
-        logits = logits if kept_ids is None else logits[:, kept_ids]
-        probabilities.append(logits.float().softmax(-1))
-    return torch.cat(probabilities), torch.cat(top1)
+        # As the target itself computes it, also inside of an autocast region.
+        with torch.autocast(chunk.device.type, enabled=False):
+            logits = F.linear(chunk, head)  # [chunk,V]
+        kept = logits if kept_ids is None else logits.index_select(1, kept_ids)  # [chunk,D]
+        # The maximum over V is several times cheaper than its index, which nothing needs outside of D.
+        in_draft.append(kept.amax(-1) == logits.amax(-1))
+        kept = kept.float()
+        top1.append(kept.argmax(-1))
+        probabilities.append(kept.softmax(-1))
+    return torch.cat(probabilities), torch.cat(top1), torch.cat(in_draft)
 
 
 def soft_cross_entropy(states: Tensor, head: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,8 +84,7 @@ def chain_loss(
     wanted = predicted_tokens(assistant_mask)
     wanted[:, 0] = False  # no slot before token 0 could predict it
     row, token = wanted.nonzero(as_tuple=True)  # n supervised tokens
-    probabilities, top1 = target_distribution(target_states[row, token], target_head, kept_ids)
-    in_draft = torch.ones_like(top1, dtype=torch.bool) if kept_ids is None else torch.isin(top1, kept_ids)
+    probabilities, top1, in_draft = target_distribution(target_states[row, token], target_head, kept_ids)
 
     total = states[0].new_zeros((), dtype=torch.float32)
     alive = alive_supervised = torch.ones_like(wanted)
@@ -91,9 +96,8 @@ def chain_loss(
         loss, predicted = soft_cross_entropy(state[rows, slots], head, probabilities[real])
         total = total + STEP_DECAY**k * (loss * in_draft[real]).sum()
 
-        predicted = predicted if kept_ids is None else kept_ids[predicted]
         correct, supervised = torch.zeros_like(wanted), torch.zeros_like(wanted)  # [B,S] by slot
-        correct[rows, slots] = predicted == top1[real]
+        correct[rows, slots] = (predicted == top1[real]) & in_draft[real]
         supervised[rows, slots] = True
         alive, alive_supervised = alive & correct, alive_supervised & supervised
         counts.append([x.sum() for x in (correct, supervised, alive & alive_supervised, alive_supervised)])

@@ -4,12 +4,11 @@
     python trainer/run.py --config trainer/recipes/llama3_8b.yaml --push_to_hub --hub_model_id you/llama3-8b-eagle3
     torchrun --nproc_per_node 4 trainer/run.py --config trainer/recipes/llama3_8b.yaml
 
-Started again with the same command it resumes from the last checkpoint. `--preview 3` only shows what would be learned.
+Started again with the same command it resumes from the last checkpoint. `--preview 3` only shows the data.
 """
 
 import json
 import logging
-import os
 import re
 import sys
 from dataclasses import asdict, dataclass, field
@@ -25,11 +24,12 @@ from trl import TrlParser
 
 from eagle3_llama.evaluation.acceptance import measure
 from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
-from eagle3_llama.trainer.conversations import format_preview, held_out_prompts, load_rows, tokenize_rows
+from eagle3_llama.trainer.conversations import format_preview, held_out_prompts, tokenize_rows
 from eagle3_llama.trainer.eagle3_config import Eagle3Config
 from eagle3_llama.trainer.eagle3_trainer import Eagle3Trainer, end_of_turn_ids
 from eagle3_llama.trainer.frozen_target import load_target
 from eagle3_llama.trainer.hub import RECIPE, push_draft, write_card
+from eagle3_llama.trainer.records import load_rows
 
 DRAFT = "num_hidden_layers embed_fusion draft_vocab_size captured_layers fc_norm norm_output".split()
 PROJECTIONS = ["fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -127,7 +127,7 @@ def check_recipe(script: ScriptArguments, args: Eagle3Config) -> None:
         if changed := [key for key in recipe if before.get(key) != recipe[key]]:
             changes = ", ".join(f"{key}: {before.get(key)} -> {recipe[key]}" for key in changed)
             raise ValueError(
-                f"{args.output_dir} holds a run of another recipe ({changes}); choose another --output_dir, or remove it"
+                f"{args.output_dir} holds a run of another recipe ({changes}); remove it or take another --output_dir"
             )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(recipe, indent=1))
