@@ -27,8 +27,9 @@ _FIXED = {
 }
 _DERIVED = ("eagle_config", "auto_map", "architectures")
 _INHERITED = (
-    "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
-    "hidden_act rms_norm_eps initializer_range max_position_embeddings rope_parameters bos_token_id eos_token_id pad_token_id dtype"
+    "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act "
+    "rms_norm_eps initializer_range max_position_embeddings rope_parameters bos_token_id eos_token_id "
+    "pad_token_id dtype"
 ).split()
 
 
