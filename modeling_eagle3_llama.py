@@ -238,6 +238,7 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
         cache: DynamicCache | None = None,
         use_cache: bool = False,
         ttt_steps: int | None = None,
+        predict_at: Tensor | None = None,
     ) -> Eagle3Output:
         """One draft step over S slots, or with `ttt_steps` the training unroll.
 
@@ -249,6 +250,7 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
             position_ids: [B,S], positions of the hidden states; default: counted over the mask.
             cache: cache of earlier slots; made when `use_cache` and None.
             ttt_steps: K, the number of steps to unroll. Then `hidden_states` of the output are K normed states.
+            predict_at: [B], the one slot of each row whose logits [B,1,D] and state [B,1,H] are wanted; default all.
         """
         if hidden_states.shape[-1] == 3 * self.config.target_hidden_size:
             hidden_states = self.fuse(hidden_states)
@@ -261,6 +263,9 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
             cache = DynamicCache()
         attend = self._cached_attend(hidden_states, attention_mask, cache, past)
         normed, state = self.step(hidden_states, input_ids, position_ids, attend)
+        if predict_at is not None:
+            rows = torch.arange(len(predict_at), device=predict_at.device)
+            normed, state = normed[rows, predict_at][:, None], state[rows, predict_at][:, None]
         return Eagle3Output(self.lm_head(normed), state, cache)
 
     def _cached_attend(self, hidden: Tensor, mask: Tensor | None, cache: DynamicCache | None, past: int) -> Attend:

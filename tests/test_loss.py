@@ -7,7 +7,7 @@ import torch
 from toy import toy_tokenizer
 
 from eagle3_llama.trainer.conversations import tokenize_rows
-from eagle3_llama.trainer.loss import STEP_DECAY, chain_loss, predicted_tokens, target_distribution
+from eagle3_llama.trainer.loss import STEP_DECAY, chain_loss, predicted_tokens, row_argmax, target_distribution
 from eagle3_llama.trainer.records import load_rows
 
 H, V, D = 6, 12, 7
@@ -113,3 +113,62 @@ def test_a_head_of_the_target_in_chunks_gives_the_same_distribution(monkeypatch)
     monkeypatch.setattr("eagle3_llama.trainer.loss.TARGET_CHUNK", 4)
     for a, b in zip(whole, target_distribution(states, case["target_head"], case["kept_ids"]), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def gradients(case):
+    """Loss and gradients of the leaves that want one."""
+    leaves = [x for x in (*case["states"], case["head"]) if x.requires_grad]
+    loss = chain_loss(**case).loss
+    return [loss, *torch.autograd.grad(loss, leaves)]
+
+
+def test_draft_logits_in_chunks_give_the_same_loss_and_gradients(monkeypatch):
+    case = problem(3, rows=4)
+    whole, counts = gradients(case), chain_loss(**case)
+    monkeypatch.setattr("eagle3_llama.trainer.loss.LOGITS_BYTES", {"cpu": 2 * D * 4})  # two tokens
+    for a, b in zip(whole, gradients(case), strict=True):
+        torch.testing.assert_close(a, b)
+    for name in ("correct", "supervised", "joint", "joint_supervised", "covered"):
+        assert torch.equal(getattr(counts, name), getattr(chain_loss(**case), name))
+
+
+def test_a_frozen_head_and_evaluation_change_neither_the_loss_nor_the_other_gradients():
+    case = problem(4)
+    loss, *d_states, _ = gradients(case)
+    with torch.no_grad():
+        evaluated = chain_loss(**case).loss
+    assert not evaluated.requires_grad and torch.equal(evaluated, loss)
+    for a, b in zip([loss, *d_states], gradients(case | {"head": case["head"].detach()}), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_under_autocast_only_the_products_are_in_bf16():
+    case = problem(5, rows=8, length=32)
+    exact = gradients(case)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = gradients(case)
+    for a, b in zip(rounded, exact, strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() < 2e-2 * b.norm()
+
+
+def test_a_second_backward_through_the_loss_is_an_error_not_a_wrong_gradient():
+    loss = chain_loss(**problem(6)).loss
+    (loss / 3).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        loss.backward()
+
+
+def test_a_target_that_is_not_finite_shows_in_the_loss():
+    case = problem(7)
+    case["target_states"][0, 4] = float("nan")
+    case["assistant_mask"][0, 4:6] = True
+    assert chain_loss(**case).loss.isnan()
+
+
+@pytest.mark.parametrize("width", [7, 64, 192])
+def test_row_argmax_is_argmax_also_with_ties(width):
+    torch.manual_seed(0)
+    for x in (torch.randn(50, width), torch.randint(0, 4, (50, width)).bfloat16(), torch.zeros(3, width)):
+        assert torch.equal(row_argmax(x), x.argmax(-1))
+    assert row_argmax(torch.zeros(0, width)).shape == (0,)

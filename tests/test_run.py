@@ -71,7 +71,8 @@ def call(monkeypatch, arguments):
 
 
 def test_the_whole_path(tmp_path, monkeypatch, recipe, capsys):
-    call(monkeypatch, recipe(num_hidden_layers=2, embed_fusion="all", eval_strategy="steps", eval_steps=3))
+    options = dict(num_hidden_layers=2, embed_fusion="all", eval_strategy="steps", eval_steps=3, bf16=True)
+    call(monkeypatch, recipe(**options))
     printed = capsys.readouterr().out
     assert "acceptance length" in printed and "trust_remote_code=True" in printed
     figures = json.loads((tmp_path / "draft" / "acceptance.json").read_text())
@@ -82,7 +83,7 @@ def test_the_whole_path(tmp_path, monkeypatch, recipe, capsys):
     assert draft.config.num_hidden_layers == 2 and draft.config.embed_fusion == "all"
     # The same command again trains no step and ends with the same draft.
     before = draft.fc.weight.clone()
-    call(monkeypatch, recipe(num_hidden_layers=2, embed_fusion="all", eval_strategy="steps", eval_steps=3))
+    call(monkeypatch, recipe(**options))
     assert "resuming from" in capsys.readouterr().out
     again = LlamaForCausalLMEagle3.from_pretrained(tmp_path / "draft")
     assert torch.equal(again.fc.weight, before)

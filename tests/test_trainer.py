@@ -85,6 +85,22 @@ def test_head_and_norm_start_from_the_target(tmp_path):
         assert draft.config.tie_word_embeddings is False
 
 
+@pytest.mark.parametrize(("layers", "fusion"), [(1, "first"), (3, "first"), (2, "all")])
+def test_layers_can_start_from_the_targets_last_ones(tmp_path, layers, fusion):
+    """Fed the state before them and nothing of the embedding, the draft's layers compute what the target's do."""
+    target = toy_target()
+    draft = trainer_for(tmp_path, target, num_hidden_layers=layers, embed_fusion=fusion, init_layers=True).draft
+    torch.testing.assert_close(draft.fc.weight[:, -32:], torch.eye(32), atol=0.1, rtol=0)
+    for layer in draft.layers:
+        if layer.reads_embeddings:
+            layer.input_layernorm.weight.data.zero_()
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        states = target(ids, output_hidden_states=True).hidden_states
+        _, ours = draft.step(states[7 - layers], ids, ids, draft._cached_attend(states[0], None, None, 0))
+    torch.testing.assert_close(ours, states[7], atol=1e-5, rtol=1e-5)
+
+
 def test_special_and_end_of_turn_tokens_are_in_the_draft_vocabulary(tmp_path):
     target = toy_target()
     target.generation_config.eos_token_id = [2, 61]

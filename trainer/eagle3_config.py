@@ -32,6 +32,9 @@ class Eagle3Config(_BaseConfig):
     norm_output: bool = field(
         default=False, metadata={"help": "Hand the normed state to the next draft step (EAGLE-3.1)."}
     )
+    init_layers: bool = field(
+        default=False, metadata={"help": "Start fc and layers from the target's last layers, not at random."}
+    )
     target_name: str | None = field(
         default=None,
         metadata={"help": "The target's name on the Hub, for the card, where the target is loaded from a folder."},

@@ -14,7 +14,6 @@ processes changes it.
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,9 @@ from eagle3_llama.trainer.draft_vocabulary import cached_draft_vocabulary
 from eagle3_llama.trainer.eagle3_config import Eagle3Config
 from eagle3_llama.trainer.frozen_target import capture
 from eagle3_llama.trainer.hub import push_draft, write_card
+from eagle3_llama.trainer.initialise import initialise_from_target
 from eagle3_llama.trainer.loss import ChainLoss, chain_loss, predicted_tokens
+from eagle3_llama.trainer.ttt_attention import flash_ttt_attention
 
 
 class Eagle3Trainer(_BaseTrainer):
@@ -78,6 +79,7 @@ class Eagle3Trainer(_BaseTrainer):
         if model is None:
             model = self._build_draft(target, args, train_dataset, processing_class)
         self.draft = model.bind_target(target)
+        self.draft.ttt_attention = flash_ttt_attention
         self.target_name = target.config._name_or_path
         if peft_config is not None:
             peft_config.base_model_name_or_path = model.config._name_or_path
@@ -97,8 +99,8 @@ class Eagle3Trainer(_BaseTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        # `prepare_model` moves the target to the device; its body is called directly, outside of the wrapped forward.
-        self.target = self.accelerator.prepare_model(target, evaluation_mode=True)
+        # Moved only: accelerate's `prepare_model` would wrap its forward in the draft's autocast.
+        self.target = target.to(self.accelerator.device)
 
     # ---- prepare ----
 
@@ -125,7 +127,6 @@ class Eagle3Trainer(_BaseTrainer):
         )
         torch.manual_seed(args.seed)
         draft = LlamaForCausalLMEagle3(config)
-        head, rows = target.get_output_embeddings().weight, slice(None)
         if config.draft_vocab_size < config.vocab_size:
             d2t, t2d, self.card["coverage"] = cached_draft_vocabulary(
                 dataset,
@@ -133,13 +134,10 @@ class Eagle3Trainer(_BaseTrainer):
                 config.draft_vocab_size,
                 config.vocab_size,
                 end_of_turn_ids(target),
-                Path(args.output_dir),
+                args.output_dir,
             )
             draft.set_draft_vocabulary(d2t, t2d)
-            rows = draft.t2d
-        with torch.no_grad():
-            draft.lm_head.weight.copy_(head[rows.to(head.device) if torch.is_tensor(rows) else rows])
-            draft.norm.weight.copy_(target.get_decoder().norm.weight)
+        initialise_from_target(draft, target, layers=args.init_layers)
         return draft
 
     # ---- loss ----
@@ -168,15 +166,14 @@ class Eagle3Trainer(_BaseTrainer):
     def _chain_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> ChainLoss:
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         layers = self.draft.config.eagle_aux_hidden_state_layer_ids
-        target = self.accelerator.unwrap_model(self.target)
-        features, target_states = capture(target, ids, mask, layers)
+        features, target_states = capture(self.target, ids, mask, layers)
         output = model(input_ids=ids, hidden_states=features, attention_mask=mask, ttt_steps=self.args.ttt_steps)
         with self.accelerator.autocast():
             return chain_loss(
                 output.hidden_states,
                 self.draft.lm_head.weight,
                 target_states,
-                target.get_output_embeddings().weight,
+                self.target.get_output_embeddings().weight,
                 inputs["assistant_masks"],
                 self.draft.kept_ids(),
             )

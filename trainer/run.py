@@ -31,7 +31,7 @@ from eagle3_llama.trainer.frozen_target import load_target
 from eagle3_llama.trainer.hub import RECIPE, push_draft, write_card
 from eagle3_llama.trainer.records import load_rows
 
-DRAFT = "num_hidden_layers embed_fusion draft_vocab_size captured_layers fc_norm norm_output".split()
+DRAFT = "num_hidden_layers embed_fusion draft_vocab_size captured_layers fc_norm norm_output init_layers".split()
 PROJECTIONS = ["fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -135,6 +135,8 @@ def check_recipe(script: ScriptArguments, args: Eagle3Config) -> None:
 
 def measure_draft(script: ScriptArguments, trainer: Eagle3Trainer) -> dict:
     """Decode held-out prompts with and without the draft; the figures also go into acceptance.json and the card."""
+    # Without the wrapper that runs forward in the training's autocast.
+    trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     target, draft = trainer.target, trainer.draft.eval()
     if script.measure_dtype is not None:
         target = target.to(getattr(torch, script.measure_dtype))
