@@ -18,12 +18,15 @@ Notable facts, for a reader who knows Llama:
 Shapes: B batch, S slots, H hidden, V target vocabulary, D draft vocabulary, K TTT steps, h heads, d head size.
 """
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
@@ -326,6 +329,40 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
             if not layer.reads_embeddings:
                 state_dict[f"layers.{i}.input_layernorm.weight"] = state_dict[f"layers.{i}.hidden_norm.weight"].clone()
         super().save_pretrained(save_directory, state_dict=state_dict, **kwargs)
+        decoding = Path(__file__).with_name("custom_generate") / "generate.py"
+        if decoding.exists():  # not beside code that was loaded from a repository
+            (Path(save_directory) / "custom_generate").mkdir(exist_ok=True)
+            shutil.copy(decoding, Path(save_directory) / "custom_generate")
+        if not (Path(save_directory) / "README.md").exists():
+            self.write_card(save_directory)
+
+    def write_card(
+        self, folder: str, repo: str | None = None, datasets: list[str] | None = None, **facts: Any
+    ) -> None:
+        """Render hub_card.md into `folder`/README.md; `facts` are its other variables. Without the template, nothing.
+
+        The template stays with the package: code that was loaded from a repository leaves that one's card alone.
+        """
+        template = Path(__file__).with_name("hub_card.md")
+        if not template.exists():
+            return
+        base = facts.get("adapted_draft") or self.config.target_name
+        card = ModelCardData(
+            base_model=base,
+            datasets=datasets or None,
+            library_name="transformers",
+            pipeline_tag="text-generation",
+            tags=["eagle3", "speculative-decoding", "draft-model"],
+        )
+        repo = repo or Path(folder).name
+        ModelCard.from_template(
+            card, template_path=str(template), repo=repo, title=Path(repo).name, config=self.config, **facts
+        ).save(Path(folder) / "README.md")
+
+    def _upload_modified_files(self, working_dir: str, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        # transformers 5.24 puts a bare card over ours just before it uploads.
+        self.write_card(working_dir, repo_id)
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
 
 def default_positions(input_ids: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:

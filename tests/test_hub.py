@@ -53,7 +53,11 @@ def test_a_saved_draft_gives_a_stranger_the_same_logits(tmp_path, stranger_logit
 def test_a_draft_pushed_by_its_own_method_gives_a_stranger_the_same_logits(hub, stranger_logits):
     target = toy_target()
     draft = toy_draft(target, num_hidden_layers=3, embed_fusion="all", fc_norm=True)
+    draft.config.target_name = "tester/target"
     draft.push_to_hub("tester/toy-eagle3")
+    assert pushed(hub) == FILES
+    card = hub.files("tester/toy-eagle3")["README.md"].decode()
+    assert "base_model: tester/target" in card and 'from_pretrained("tester/toy-eagle3"' in card
     theirs, ours = stranger_logits("tester/toy-eagle3", target, draft)
     assert torch.equal(theirs, ours)
 
@@ -100,7 +104,8 @@ def test_weights_that_do_not_fit_are_refused(tmp_path, change):
         LlamaForCausalLMEagle3.from_pretrained(tmp_path)
 
 
-FILES = {"config.json", "model.safetensors", "configuration_eagle3_llama.py", "modeling_eagle3_llama.py", "README.md"}
+CODE = {"configuration_eagle3_llama.py", "modeling_eagle3_llama.py", "custom_generate/generate.py"}
+FILES = {"config.json", "model.safetensors", "README.md"} | CODE
 
 
 def pushed(hub, repo="tester/toy-eagle3") -> set[str]:
@@ -156,7 +161,7 @@ def test_a_failed_push_keeps_the_result_and_says_how_to_push_again(hub, tmp_path
         hub.fail_uploads_after({"weights": 0, "commit": 1}[fault])
     with pytest.raises(RuntimeError, match=f"(?s)complete in {tmp_path}.*hf upload tester/toy-eagle3"):
         trainer.push_to_hub()
-    assert FILES <= {path.name for path in tmp_path.iterdir()}
+    assert FILES <= {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     loaded = LlamaForCausalLMEagle3.from_pretrained(tmp_path)
     assert torch.equal(loaded.fc.weight, trainer.draft.fc.weight)
     hub.token = "hf_test"

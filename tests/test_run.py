@@ -128,7 +128,7 @@ def test_the_pushed_draft_carries_its_figures(hub, monkeypatch, recipe):
     figures = json.loads(files["acceptance.json"])
     assert f"{figures['tau']:.3f}" in files["README.md"].decode()
     assert b"base_model: tester/target" in files["README.md"]
-    code = {"configuration_eagle3_llama.py", "modeling_eagle3_llama.py"}
+    code = {"configuration_eagle3_llama.py", "modeling_eagle3_llama.py", "custom_generate/generate.py"}
     assert set(files) == {".gitattributes", "README.md", "acceptance.json", "config.json", "model.safetensors"} | code
 
 

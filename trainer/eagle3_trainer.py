@@ -30,7 +30,7 @@ from eagle3_llama.trainer.conversations import tokenize_rows
 from eagle3_llama.trainer.draft_vocabulary import cached_draft_vocabulary
 from eagle3_llama.trainer.eagle3_config import Eagle3Config
 from eagle3_llama.trainer.frozen_target import capture
-from eagle3_llama.trainer.hub import push_draft, write_card
+from eagle3_llama.trainer.hub import is_hub_name, push_draft, write_card
 from eagle3_llama.trainer.initialise import initialise_from_target
 from eagle3_llama.trainer.loss import ChainLoss, chain_loss, predicted_tokens
 from eagle3_llama.trainer.ttt_attention import flash_ttt_attention
@@ -80,7 +80,8 @@ class Eagle3Trainer(_BaseTrainer):
             model = self._build_draft(target, args, train_dataset, processing_class)
         self.draft = model.bind_target(target)
         self.draft.ttt_attention = flash_ttt_attention
-        self.target_name = target.config._name_or_path
+        if model.config.target_name is None and is_hub_name(target.config._name_or_path):
+            model.config.target_name = target.config._name_or_path
         if peft_config is not None:
             peft_config.base_model_name_or_path = model.config._name_or_path
             torch.manual_seed(args.seed)

@@ -5,12 +5,13 @@ import os
 import platform
 import re
 from concurrent.futures import Future
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from huggingface_hub import CommitInfo, ModelCard, ModelCardData, upload_folder
+from huggingface_hub import CommitInfo, upload_folder
 from transformers.utils.hub import PushInProgress
 
 if TYPE_CHECKING:
@@ -18,10 +19,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TEMPLATE = Path(__file__).resolve().parent.parent / "hub_card.md"
 # Whole names: the client's patterns also match inside folders, and checkpoints hold optimiser states.
 DRAFT_FILES = re.compile(
-    r"config\.json|adapter_config\.json|README\.md|acceptance\.json|\w+\.py"
+    r"config\.json|adapter_config\.json|README\.md|acceptance\.json|\w+\.py|custom_generate/\w+\.py"
     r"|(model|adapter_model)[\w-]*\.safetensors(\.index\.json)?"
 )
 RECIPE = (
@@ -49,37 +49,28 @@ def machine() -> str:
 
 def write_card(trainer: "Eagle3Trainer", folder: str) -> None:
     """Render hub_card.md into `folder`/README.md from what the trainer knows and `trainer.card`."""
-    config, facts = trainer.draft.config, trainer.card
-    target = next((name for name in (config.target_name, trainer.target_name) if is_hub_name(name)), None)
-    draft = config._name_or_path
-    adapter = trainer.model is not trainer.draft
-    datasets = [name for name in facts.get("datasets", []) if is_hub_name(name)]
-    card = ModelCard.from_template(
-        ModelCardData(
-            base_model=(draft if adapter and is_hub_name(draft) else target),
-            datasets=datasets or None,
-            library_name="transformers",
-            pipeline_tag="text-generation",
-            tags=["eagle3", "speculative-decoding", "draft-model", *(["lora"] if adapter else [])],
-        ),
-        template_path=str(TEMPLATE),
-        title=Path(trainer.hub_model_id or trainer.args.output_dir).name,
-        target=target or "the target",
-        revision=facts.get("target_revision"),
+    facts, draft = trainer.card, trainer.draft.config._name_or_path
+    names = facts.get("datasets", [])
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    trainer.draft.write_card(
+        folder,
         repo=trainer.hub_model_id or str(trainer.args.output_dir),
-        draft=draft,
-        adapter=adapter,
-        config=config,
+        datasets=[name for name in names if is_hub_name(name)],
+        adapted_draft=draft if trainer.model is not trainer.draft else None,
+        revision=facts.get("target_revision"),
         coverage=facts.get("coverage"),
         measured=facts.get("measured"),
         machine=machine(),
         steps=trainer.state.global_step,
-        data=", ".join(Path(name).name if os.path.exists(name) else name for name in facts.get("datasets", [])),
-        recipe={key: getattr(trainer.args, key) for key in RECIPE},
+        data=", ".join(Path(name).name if os.path.exists(name) else name for name in names),
+        recipe={key: plain(getattr(trainer.args, key)) for key in RECIPE},
         versions=f"transformers {transformers.__version__}, torch {torch.__version__}",
     )
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    card.save(Path(folder) / "README.md")
+
+
+def plain(value: object) -> object:
+    """An option as it stands in a recipe."""
+    return value.value if isinstance(value, Enum) else value
 
 
 def push_draft(trainer: "Eagle3Trainer", folder: str, message: str, blocking: bool) -> CommitInfo | Future | None:
@@ -89,7 +80,8 @@ def push_draft(trainer: "Eagle3Trainer", folder: str, message: str, blocking: bo
         RuntimeError: the Hub refused or was lost; says what is on disk and how to push it again.
     """
     repo = trainer.hub_model_id
-    files = sorted(path.name for path in Path(folder).iterdir() if DRAFT_FILES.fullmatch(path.name))
+    names = (str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
+    files = sorted(name for name in names if DRAFT_FILES.fullmatch(name))
     again = f"hf upload {repo} {folder} . " + " ".join(f"--include {name}" for name in files)
     advice = f"the draft is complete in {folder}; push it by the same command, which trains no step twice, or: {again}"
     if not blocking and trainer.push_in_progress is not None and not trainer.push_in_progress.is_done():
