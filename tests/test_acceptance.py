@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from toy import ALL_SHAPES, toy_draft, toy_target
+from toy import toy_draft, toy_target
 
 from eagle3_llama.evaluation.acceptance import greedy_chain, greedy_plain, measure
 from eagle3_llama.modeling_eagle3_llama import Eagle3Output
@@ -18,8 +18,8 @@ def generate(target, prompt, max_new_tokens, eos):
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 3, 6])
-@pytest.mark.parametrize(("layers", "fusion"), ALL_SHAPES)
+@pytest.mark.parametrize("num_draft_tokens", [1, 5])
+@pytest.mark.parametrize(("layers", "fusion"), [(1, "first"), (2, "all"), (3, "first")])
 def test_the_chain_gives_the_tokens_of_generate(layers, fusion, num_draft_tokens):
     target = toy_target()
     draft = toy_draft(target, num_hidden_layers=layers, embed_fusion=fusion)

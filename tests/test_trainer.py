@@ -175,8 +175,18 @@ def test_a_draft_of_another_target_is_refused(tmp_path):
 
 def test_data_without_a_supervised_token_stops_before_the_first_step(tmp_path):
     rows = toy_rows(4).map(lambda row: {"assistant_masks": [0] * len(row["input_ids"])})
-    with pytest.raises(ValueError, match="supervised"):
-        trainer_for(tmp_path, rows=rows)
+    target = toy_target()
+    for model in (None, toy_draft(target)):
+        with pytest.raises(ValueError, match="supervised"):
+            trainer_for(tmp_path, target, rows, model)
+
+
+def test_a_tokenizer_of_another_target_is_refused(tmp_path):
+    tokenizer = toy_tokenizer()
+    tokenizer.add_tokens(["more"])
+    for wrong, message in ((tokenizer, "one of 65 tokens, the target has 64"), (None, "processing_class is none")):
+        with pytest.raises(ValueError, match=message):
+            Eagle3Trainer(toy_target(), config(tmp_path), toy_rows(4), processing_class=wrong)
 
 
 def test_a_loss_that_is_not_finite_stops_the_training_and_says_where(tmp_path):

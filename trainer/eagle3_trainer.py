@@ -42,7 +42,7 @@ class Eagle3Trainer(_BaseTrainer):
     Args:
         target: the frozen target; moved to the training device.
         args: the configuration.
-        train_dataset, eval_dataset: rows as `conversations.load_rows` returns them, or already tokenised
+        train_dataset, eval_dataset: rows as `records.load_rows` returns them, or already tokenised
             (`input_ids`, `assistant_masks`).
         processing_class: the target's tokenizer.
         model: a draft to go on from; None makes one from `args`, with its vocabulary, head and norm.
@@ -50,7 +50,7 @@ class Eagle3Trainer(_BaseTrainer):
         card: facts for the model card beside those the trainer knows, such as `datasets`.
 
     Raises:
-        ValueError: a draft that does not fit the target, an adapter without a draft, no supervised token in the data.
+        ValueError: a draft or tokenizer that does not fit the target, an adapter without a draft, no supervised token.
     """
 
     _tag_names = ["trl", "eagle3"]
@@ -73,9 +73,14 @@ class Eagle3Trainer(_BaseTrainer):
     ):
         if peft_config is not None and model is None:
             raise ValueError("an adapter needs a trained draft: give `model` (--draft_name_or_path) with peft_config")
+        if processing_class is None or len(processing_class) > target.config.vocab_size:
+            size = "none" if processing_class is None else f"one of {len(processing_class)} tokens"
+            raise ValueError(
+                f"processing_class is {size}, the target has {target.config.vocab_size}: give its own tokenizer"
+            )
         train_dataset = self._prepare_dataset(train_dataset, processing_class, args)
         eval_dataset = eval_dataset and self._prepare_dataset(eval_dataset, processing_class, args)
-        self.card = {"dropped_rows": {}} | (card or {})
+        self.card = dict(card or {})
         if model is None:
             model = self._build_draft(target, args, train_dataset, processing_class)
         self.draft = model.bind_target(target)
@@ -107,9 +112,11 @@ class Eagle3Trainer(_BaseTrainer):
 
     @staticmethod
     def _prepare_dataset(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: Eagle3Config) -> Dataset:
-        if {"input_ids", "assistant_masks"} == set(dataset.column_names):
-            return dataset
-        return tokenize_rows(dataset, tokenizer, args.max_length, args.dataset_num_proc)[0]
+        if {"input_ids", "assistant_masks"} != set(dataset.column_names):
+            return tokenize_rows(dataset, tokenizer, args.max_length, args.dataset_num_proc)[0]
+        if not any(1 in row["assistant_masks"] for row in dataset):
+            raise ValueError("no token is supervised: check the chat template and the data (--preview 3)")
+        return dataset
 
     def _build_draft(
         self, target: PreTrainedModel, args: Eagle3Config, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
