@@ -253,7 +253,7 @@ MODELS = {
 }  # built at first use, shared by the examples
 
 
-@settings(max_examples=400, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_speculative_is_plain(data):
     draw = data.draw
