@@ -329,10 +329,7 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
             if not layer.reads_embeddings:
                 state_dict[f"layers.{i}.input_layernorm.weight"] = state_dict[f"layers.{i}.hidden_norm.weight"].clone()
         super().save_pretrained(save_directory, state_dict=state_dict, **kwargs)
-        decoding = Path(__file__).with_name("custom_generate") / "generate.py"
-        if decoding.exists():  # not beside code that was loaded from a repository
-            (Path(save_directory) / "custom_generate").mkdir(exist_ok=True)
-            shutil.copy(decoding, Path(save_directory) / "custom_generate")
+        self._copy_decoding(save_directory)
         if not (Path(save_directory) / "README.md").exists():
             self.write_card(save_directory)
 
@@ -359,8 +356,15 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
             card, template_path=str(template), repo=repo, title=Path(repo).name, config=self.config, **facts
         ).save(Path(folder) / "README.md")
 
+    def _copy_decoding(self, folder: str) -> None:
+        source = Path(__file__).with_name("custom_generate") / "generate.py"
+        if source.exists():  # not beside code that was loaded from a repository
+            (Path(folder) / "custom_generate").mkdir(exist_ok=True)
+            shutil.copy(source, Path(folder) / "custom_generate")
+
     def _upload_modified_files(self, working_dir: str, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         # transformers 5.24 puts a bare card over ours just before it uploads.
+        self._copy_decoding(working_dir)
         self.write_card(working_dir, repo_id)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 

@@ -50,12 +50,13 @@ def test_a_saved_draft_gives_a_stranger_the_same_logits(tmp_path, stranger_logit
     assert theirs.dtype == dtype and torch.equal(theirs, ours)
 
 
-def test_a_draft_pushed_by_its_own_method_gives_a_stranger_the_same_logits(hub, stranger_logits):
+def test_a_draft_pushed_by_its_own_method_gives_a_stranger_the_same_logits(hub, tmp_path, stranger_logits):
     target = toy_target()
     draft = toy_draft(target, num_hidden_layers=3, embed_fusion="all", fc_norm=True)
     draft.config.target_name = "tester/target"
     draft.push_to_hub("tester/toy-eagle3")
-    assert pushed(hub) == FILES
+    draft.save_pretrained(tmp_path / "toy-eagle3-too", push_to_hub=True)
+    assert pushed(hub) == pushed(hub, "tester/toy-eagle3-too") == FILES
     card = hub.files("tester/toy-eagle3")["README.md"].decode()
     assert "base_model: tester/target" in card and 'from_pretrained("tester/toy-eagle3"' in card
     theirs, ours = stranger_logits("tester/toy-eagle3", target, draft)
