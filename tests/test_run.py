@@ -91,7 +91,10 @@ def test_the_whole_path(tmp_path, monkeypatch, recipe, capsys):
 
 def test_ctrl_c_in_the_middle_and_the_same_command_again(tmp_path, monkeypatch, recipe):
     arguments = recipe(max_steps=400, save_steps=20, measure_prompts=0)
-    process = subprocess.Popen([sys.executable, str(RUN), *arguments], stderr=subprocess.PIPE, text=True)
+    # As many threads as here: sums of another order round differently.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, str(RUN), *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     while not list((tmp_path / "draft").glob("checkpoint-*/trainer_state.json")):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
