@@ -18,6 +18,7 @@ Notable facts, for a reader who knows Llama:
 Shapes: B batch, S slots, H hidden, V target vocabulary, D draft vocabulary, K TTT steps, h heads, d head size.
 """
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,11 +29,14 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.utils import ModelOutput
 
 from .configuration_eagle3_llama import Eagle3LlamaConfig, check_captured_layers
+
+# What custom_generate proposes by default: a chain of 2 (docs/performance.md), drawn at the target's temperature.
+GENERATION = {"num_draft_tokens": 2, "tree": None, "draft_temperature": None}
 
 # attend(layer index, query [B,h,S,d], key, value [B,kv,S,d]) -> [B,h,S,d]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -167,6 +171,7 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
         object.__setattr__(self, "_embeddings", None)
         object.__setattr__(self, "_rotary", None)
         self.ttt_attention = ttt_attention
+        self.generation_config = GenerationConfig(**GENERATION)
         self.post_init()
 
     # ---- the target's part ----
@@ -320,6 +325,11 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
         problems = {key: sorted(map(str, value)) for key, value in info.items() if value}
         if problems:
             raise ValueError(f"the weights of {args[0] if args else cls.__name__} do not fit this draft: {problems}")
+        # transformers reads generation settings only for models that generate by themselves.
+        with contextlib.suppress(OSError):  # a draft without such a file has the defaults
+            hub = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download")
+            options = {key: kwargs[key] for key in hub if kwargs.get(key) is not None}
+            model.generation_config = GenerationConfig.from_pretrained(args[0], **options)
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: str, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
@@ -329,6 +339,7 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
             if not layer.reads_embeddings:
                 state_dict[f"layers.{i}.input_layernorm.weight"] = state_dict[f"layers.{i}.hidden_norm.weight"].clone()
         super().save_pretrained(save_directory, state_dict=state_dict, **kwargs)
+        self.generation_config.save_pretrained(save_directory)
         self._copy_decoding(save_directory)
         if not (Path(save_directory) / "README.md").exists():
             self.write_card(save_directory)
@@ -364,6 +375,7 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
 
     def _upload_modified_files(self, working_dir: str, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         # transformers 5.24 puts a bare card over ours just before it uploads.
+        self.generation_config.save_pretrained(working_dir)
         self._copy_decoding(working_dir)
         self.write_card(working_dir, repo_id)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)

@@ -33,7 +33,6 @@ from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-NUM_DRAFT_TOKENS = 4
 # Values at which options of transformers change nothing here; with any other they would be ignored, so it is refused.
 NEUTRAL = {
     (): "dola_layers constraints force_words_ids prompt_lookup_num_tokens assistant_early_exit speculation_type "
@@ -117,7 +116,8 @@ def generate(
 
     Args:
         assistant_model: the draft, or its repo or folder (then loaded in each call).
-        num_draft_tokens: length of the proposed chain.
+        num_draft_tokens: length of the proposed chain. The default of this and the next two stands in the draft's
+            generation_config.json.
         tree: a tree instead of a chain: `top_k` children a node, `depth`, and `total_tokens` kept of it.
         draft_temperature: of the distribution the draft proposes from; default the target's.
         generator: source of the random numbers; default torch's own.
@@ -145,28 +145,14 @@ def generate(
         raise ValueError(f"num_return_sequences={config.num_return_sequences} needs do_sample=True")
     if (attention := model.config._attn_implementation) not in ("sdpa", "eager"):
         raise ValueError(f"attn_implementation={attention!r} is not supported with a draft: load with 'sdpa'")
-    if tree is not None and num_draft_tokens is not None:
-        raise ValueError("num_draft_tokens is the length of a chain: pass it or tree, not both")
-    if tree is None:
-        length = NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
-        tree = {"top_k": 1, "depth": length, "total_tokens": length}
-    if set(tree) != {"top_k", "depth", "total_tokens"} or not all(isinstance(v, int) and v > 0 for v in tree.values()):
-        raise ValueError(f"num_draft_tokens, or tree's top_k, depth and total_tokens, must be 1 or more: {tree}")
+    draft = load_draft(assistant_model, model, hub)
+    tree = choose_proposal(draft, num_draft_tokens, tree)
+    if draft_temperature is None:
+        draft_temperature = draft.generation_config.to_dict().get("draft_temperature")
     if draft_temperature is None:
         draft_temperature = config.temperature if config.do_sample else 1.0
     if not draft_temperature > 0:
         raise ValueError(f"draft_temperature is {draft_temperature}; it must be above 0")
-
-    draft = assistant_model
-    if isinstance(draft, str):
-        draft = AutoModel.from_pretrained(draft, trust_remote_code=True, dtype=model.dtype, **hub).to(model.device)
-    if not hasattr(draft, "bind_target"):
-        raise ValueError(f"assistant_model is {type(draft).__name__}: pass an EAGLE-3 draft, or its repo or folder")
-    draft.bind_target(model)
-    if draft.device != model.device:
-        raise ValueError(f"the draft is on {draft.device}, the target on {model.device}: move one of them")
-    if tree["top_k"] > draft.config.draft_vocab_size:
-        raise ValueError(f"top_k is {tree['top_k']}, but the draft knows only {draft.config.draft_vocab_size} tokens")
 
     stopping_criteria = list(stopping_criteria or [])
     if config.stop_strings is not None:
@@ -186,6 +172,34 @@ def generate(
         **own,
         **kwargs,
     )
+
+
+def load_draft(draft: PreTrainedModel | str, target: PreTrainedModel, hub: dict[str, Any]) -> PreTrainedModel:
+    """The draft itself or its repo or folder -> the draft, bound to the target. ValueError when they do not fit."""
+    if isinstance(draft, str):
+        draft = AutoModel.from_pretrained(draft, trust_remote_code=True, dtype=target.dtype, **hub).to(target.device)
+    if not hasattr(draft, "bind_target"):
+        raise ValueError(f"assistant_model is {type(draft).__name__}: pass an EAGLE-3 draft, or its repo or folder")
+    draft.bind_target(target)
+    if draft.device != target.device:
+        raise ValueError(f"the draft is on {draft.device}, the target on {target.device}: move one of them")
+    return draft
+
+
+def choose_proposal(draft: PreTrainedModel, num_draft_tokens: int | None, tree: dict | None) -> dict[str, int]:
+    """top_k, depth and total_tokens, from the call or else from the draft's generation settings."""
+    if tree is not None and num_draft_tokens is not None:
+        raise ValueError("num_draft_tokens is the length of a chain: pass it or tree, not both")
+    if tree is None and num_draft_tokens is None:
+        settings = draft.generation_config.to_dict()
+        num_draft_tokens, tree = settings["num_draft_tokens"], settings.get("tree")
+    if tree is None:
+        tree = {"top_k": 1, "depth": num_draft_tokens, "total_tokens": num_draft_tokens}
+    if set(tree) != {"top_k", "depth", "total_tokens"} or not all(isinstance(v, int) and v > 0 for v in tree.values()):
+        raise ValueError(f"num_draft_tokens, or tree's top_k, depth and total_tokens, must be 1 or more: {tree}")
+    if tree["top_k"] > draft.config.draft_vocab_size:
+        raise ValueError(f"top_k is {tree['top_k']}, but the draft knows only {draft.config.draft_vocab_size} tokens")
+    return tree
 
 
 def decode(

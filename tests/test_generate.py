@@ -558,3 +558,20 @@ def test_a_stranger_decodes_from_the_hub(hub, tmp_path, run_clean):
     assert float(run_clean(STRANGER, "tester/toy-eagle3", *where).split()[-1]) >= 1
     expected = target.generate(**inputs, max_new_tokens=12, do_sample=False)
     assert torch.load(tmp_path / "output.pt").tolist() == expected.tolist()
+
+
+def test_defaults_come_from_the_drafts_generation_settings(tmp_path):
+    target = toy_target()
+    draft = toy_draft(target)
+    inputs = {"input_ids": torch.arange(6, 12)[None], "attention_mask": torch.ones(1, 6, dtype=torch.long)}
+
+    def proposed(draft):
+        options = dict(assistant_model=draft, do_sample=False, max_new_tokens=12, return_dict_in_generate=True)
+        return len(generate(target, **inputs, **options).acceptance["acceptance_per_position"])
+
+    assert proposed(draft) == draft.generation_config.num_draft_tokens == 2
+    for chosen, depth in (({"num_draft_tokens": 5}, 5), ({"tree": {"top_k": 2, "depth": 3, "total_tokens": 6}}, 3)):
+        draft.generation_config.update(**chosen)
+        draft.save_pretrained(tmp_path)
+        again = LlamaForCausalLMEagle3.from_pretrained(tmp_path)
+        assert proposed(again) == depth

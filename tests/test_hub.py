@@ -106,7 +106,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path, change):
 
 
 CODE = {"configuration_eagle3_llama.py", "modeling_eagle3_llama.py", "custom_generate/generate.py"}
-FILES = {"config.json", "model.safetensors", "README.md"} | CODE
+FILES = {"config.json", "generation_config.json", "model.safetensors", "README.md"} | CODE
 
 
 def pushed(hub, repo="tester/toy-eagle3") -> set[str]:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Whole names: the client's patterns also match inside folders, and checkpoints hold optimiser states.
 DRAFT_FILES = re.compile(
-    r"config\.json|adapter_config\.json|README\.md|acceptance\.json|\w+\.py|custom_generate/\w+\.py"
+    r"config\.json|generation_config\.json|adapter_config\.json|README\.md|acceptance\.json|\w+\.py|custom_generate/\w+\.py"
     r"|(model|adapter_model)[\w-]*\.safetensors(\.index\.json)?"
 )
 RECIPE = (
