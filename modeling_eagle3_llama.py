@@ -354,13 +354,13 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
         template = Path(__file__).with_name("hub_card.md")
         if not template.exists():
             return
-        base = facts.get("adapted_draft") or self.config.target_name
+        adapted = facts.get("adapted_draft")
         card = ModelCardData(
-            base_model=base,
+            base_model=adapted or self.config.target_name,
             datasets=datasets or None,
             library_name="transformers",
             pipeline_tag="text-generation",
-            tags=["eagle3", "speculative-decoding", "draft-model"],
+            tags=["eagle3", "speculative-decoding", "draft-model", *([] if adapted else ["custom_generate"])],
         )
         repo = repo or Path(folder).name
         ModelCard.from_template(

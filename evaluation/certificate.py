@@ -109,7 +109,9 @@ def exact_distribution(target, ids: Tensor) -> dict[tuple[int, ...], float]:
     for _ in range(LENGTH):
         prefixes = torch.tensor([list(sequence) for sequence in sequences], dtype=ids.dtype, device=ids.device)
         rows = torch.cat([ids.expand(len(sequences), -1), prefixes.view(len(sequences), -1)], dim=1)
-        values, tokens = target(rows, logits_to_keep=1).logits[:, -1].float().topk(TOP_K)
+        logits = target(rows, logits_to_keep=1).logits[:, -1].float()
+        logits[:, end_ids(target)] = float("-inf")  # as min_new_tokens has it
+        values, tokens = logits.topk(TOP_K)
         longer = {}
         for (prefix, p), q, nexts in zip(sequences.items(), values.softmax(-1).tolist(), tokens.tolist(), strict=True):
             longer |= {(*prefix, token): p * share for token, share in zip(nexts, q, strict=True)}
@@ -144,7 +146,7 @@ def sampled_test(target, draft, draft_name, tokenizer, prompt, samples, options)
             top_k=TOP_K,
             num_return_sequences=size,
             max_new_tokens=LENGTH,
-            eos_token_id=-1,  # nothing ends a sequence early
+            min_new_tokens=LENGTH,
             custom_generate=draft_name,
             trust_remote_code=True,
             assistant_model=draft,
