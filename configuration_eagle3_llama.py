@@ -64,11 +64,11 @@ class Eagle3LlamaConfig(LlamaConfig):
         for key, value in _FIXED.items():
             if kwargs.pop(key, value) != value:
                 raise ValueError(f"{key} must be {value} in an EAGLE-3 draft for these engines; remove it")
-        for key in _DERIVED:
-            kwargs.pop(key, None)
+        given = {key: kwargs.pop(key, None) for key in _DERIVED}
         self.embed_fusion = embed_fusion
         self.draft_vocab_size = draft_vocab_size
         self.target_hidden_size = target_hidden_size
+        check_captured_layers(eagle_aux_hidden_state_layer_ids)
         self.eagle_aux_hidden_state_layer_ids = list(eagle_aux_hidden_state_layer_ids)
         self.fc_norm = fc_norm
         self.norm_output = norm_output
@@ -85,6 +85,8 @@ class Eagle3LlamaConfig(LlamaConfig):
             setattr(self, key, value)
         self.check()
         self.eagle_config = self._eagle_config()
+        if given["eagle_config"] not in (None, self.eagle_config):
+            raise ValueError(f"eagle_config is {given['eagle_config']}, but the other keys say {self.eagle_config}")
         self.auto_map = _auto_map()
 
     @classmethod
@@ -101,10 +103,11 @@ class Eagle3LlamaConfig(LlamaConfig):
         known = {*cls().to_dict(), *values}
         if unknown := sorted(set(overrides) - known):
             raise ValueError(f"unknown configuration keys {unknown}; known are {sorted(known)}")
+        values |= {"target_hidden_size": target_config.hidden_size}
         values |= {"eagle_aux_hidden_state_layer_ids": (2, n // 2, n - 3)}
         values |= {key: value for key, value in overrides.items() if value is not None}
         check_captured_layers(values["eagle_aux_hidden_state_layer_ids"], n)
-        return cls(target_hidden_size=target_config.hidden_size, **values)
+        return cls(**values)
 
     def check(self) -> None:
         """Raise ValueError for a value that no draft can have."""
@@ -112,7 +115,7 @@ class Eagle3LlamaConfig(LlamaConfig):
             raise ValueError(f"num_hidden_layers is {self.num_hidden_layers}; a draft has at least 1 layer")
         if self.embed_fusion not in ("first", "all"):
             raise ValueError(f"embed_fusion is {self.embed_fusion!r}; allowed are 'first' and 'all'")
-        if not isinstance(self.draft_vocab_size, int) or not 1 <= self.draft_vocab_size <= self.vocab_size:
+        if type(self.draft_vocab_size) is not int or not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size!r}; allowed is 1 to vocab_size = {self.vocab_size}"
             )
@@ -166,6 +169,8 @@ class Eagle3LlamaConfig(LlamaConfig):
 
 def check_captured_layers(layer_ids: list[int] | tuple[int, ...], num_target_layers: int | None = None) -> None:
     """Raise ValueError unless these are three ascending entries of `hidden_states` that a target of that depth has."""
+    if not isinstance(layer_ids, list | tuple):
+        raise ValueError(f"eagle_aux_hidden_state_layer_ids is {layer_ids!r}; it must be a list of three layers")
     highest = float("inf") if num_target_layers is None else num_target_layers - 1
     in_range = all(isinstance(i, int) and 1 <= i <= highest for i in layer_ids)
     if len(layer_ids) != 3 or not in_range or list(layer_ids) != sorted(set(layer_ids)):

@@ -318,18 +318,20 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
     # ---- loading and saving ----
 
     @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any):
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ):
         """As PreTrainedModel's, but strict: missing, unexpected or mis-shaped weights are a ValueError."""
         kwargs["ignore_mismatched_sizes"] = True  # they are reported below, by name
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         problems = {key: sorted(map(str, value)) for key, value in info.items() if value}
         if problems:
-            raise ValueError(f"the weights of {args[0] if args else cls.__name__} do not fit this draft: {problems}")
+            raise ValueError(f"the weights of {pretrained_model_name_or_path} do not fit this draft: {problems}")
         # transformers reads generation settings only for models that generate by themselves.
         with contextlib.suppress(OSError):  # a draft without such a file has the defaults
             hub = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download")
             options = {key: kwargs[key] for key in hub if kwargs.get(key) is not None}
-            model.generation_config = GenerationConfig.from_pretrained(args[0], **options)
+            model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **options)
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: str, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:

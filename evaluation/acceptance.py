@@ -14,6 +14,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
+DEFINITION = "tau = new tokens / target passes after the prompt's, the target's own token included (plain decoding: 1)"
+
 
 @dataclass
 class Chain:

@@ -410,7 +410,7 @@ UNVERIFIABLE = {
 @pytest.mark.parametrize("case", UNVERIFIABLE)
 def test_row_whose_mask_cannot_be_verified_is_dropped_and_counted(tmp_path, case):
     template, answer = UNVERIFIABLE[case]
-    tokens = {"input_ids": [5], "assistant_masks": [1]}
+    tokens = {"input_ids": [5, 6, 7], "assistant_masks": [0, 1, 1]}
     dataset, dropped = tokenize(tmp_path, chatml(template), {"messages": chat("hi", answer, "hi", "yo")}, tokens)
     assert len(dataset) == 1 and dropped == {"mask not verified": 1}
 

@@ -183,7 +183,7 @@ def test_a_push_lost_while_training_is_told_and_training_goes_on(hub, tmp_path, 
 def adapter_trainer(folder, target, draft, **options):
     return Eagle3Trainer(
         target=target,
-        args=config(folder, **options),
+        args=config(folder, draft_vocab_size=None, **options),
         train_dataset=toy_rows(32),
         processing_class=toy_tokenizer(),
         model=draft,
@@ -233,7 +233,7 @@ def test_an_adapter_without_a_draft_or_on_the_head_is_refused(tmp_path):
     with pytest.raises(ValueError, match="lm_head"):
         Eagle3Trainer(
             target=target,
-            args=config(tmp_path),
+            args=config(tmp_path, draft_vocab_size=None),
             train_dataset=toy_rows(8),
             processing_class=toy_tokenizer(),
             model=toy_draft(target),

@@ -139,7 +139,7 @@ def test_the_pushed_draft_carries_its_figures(hub, monkeypatch, recipe):
 def test_a_lora_by_flags(tmp_path, hub, monkeypatch, recipe):
     toy_draft(toy_target()).push_to_hub("tester/toy-eagle3")
     flags = ["--use_peft", "--lora_r", "4", "--draft_name_or_path", "tester/toy-eagle3"]
-    call(monkeypatch, [*recipe(), *flags])
+    call(monkeypatch, [*recipe(draft_vocab_size=40), *flags])
     adapter = json.loads((tmp_path / "draft" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == "tester/toy-eagle3" and adapter["r"] == 4
     assert set(adapter["target_modules"]) == set(run.PROJECTIONS)

@@ -1,10 +1,16 @@
 """Eagle3Trainer: what it learns, and that accumulation, interruption and bad input behave."""
 
 import copy
+import os
 import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from toy import toy_draft, toy_rows, toy_target, toy_tokenizer
 from transformers import TrainerCallback
 
@@ -164,13 +170,63 @@ def test_training_goes_on_from_a_given_draft(tmp_path):
     target = toy_target()
     draft = toy_draft(target)
     before = copy.deepcopy(draft.state_dict())
-    trainer_for(tmp_path, target=target, model=draft, max_steps=2).train()
+    trainer_for(tmp_path, target=target, model=draft, max_steps=2, draft_vocab_size=None).train()
     assert torch.equal(draft.d2t, before["d2t"]) and not torch.equal(draft.fc.weight, before["fc.weight"])
+
+
+def test_options_that_contradict_a_given_draft_are_refused(tmp_path):
+    target = toy_target()
+    for option in ({"num_hidden_layers": 2}, {"embed_fusion": "all"}, {"init_layers": True}, {"draft_vocab_size": 50}):
+        options = {"draft_vocab_size": None} | option
+        with pytest.raises(ValueError, match=f"{next(iter(option))} is .* given draft has"):
+            trainer_for(tmp_path, target, model=toy_draft(target), **options)
+
+
+def test_rows_of_single_answer_tokens_teach_nothing_and_are_refused(tmp_path):
+    def only_one(row):
+        return {"assistant_masks": [int(i == 8) for i in range(len(row["input_ids"]))]}
+
+    with pytest.raises(ValueError, match="supervised"):
+        trainer_for(tmp_path, rows=toy_rows(4).map(only_one))
+
+
+def test_raw_conversations_are_tokenised_by_the_trainer(tmp_path, caplog):
+    turns = [{"role": "user", "content": "a1"}, {"role": "assistant", "content": "a2 a3 a4 a5"}]
+    rows = Dataset.from_list([{"messages": turns}] * 8 + [{"messages": turns[:1]}])
+    with caplog.at_level("WARNING"):
+        trainer_for(tmp_path, rows=rows, max_steps=1).train()
+    assert "8 rows to train on, dropped: 1 (no assistant turn)" in caplog.text
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_draft(tmp_path):
+    """By DDP, in a process group of its own: both end with the same weights as one process with both batches."""
+    code = """
+    import sys, torch
+    sys.path.insert(0, sys.argv[1])
+    from test_trainer import trainer_for
+    trainer = trainer_for(sys.argv[2], max_steps=2, per_device_train_batch_size=2, optim="sgd", max_grad_norm=0.0)
+    trainer.train()
+    torch.save(trainer.draft.state_dict(), f"{sys.argv[2]}/rank{trainer.args.process_index}.pt")
+    trainer.accelerator.end_training()
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(code))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [tmp_path / "script.py", Path(__file__).parent, tmp_path / "two"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *map(str, command)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    one = trainer_for(tmp_path / "one", max_steps=2, per_device_train_batch_size=4, optim="sgd", max_grad_norm=0.0)
+    one.train()
+    for rank in range(2):
+        weights = torch.load(tmp_path / "two" / f"rank{rank}.pt")
+        for name, value in one.draft.state_dict().items():
+            torch.testing.assert_close(weights[name], value, atol=1e-6, rtol=1e-5)
 
 
 def test_a_draft_of_another_target_is_refused(tmp_path):
     with pytest.raises(ValueError, match="hidden_size 32.* 64"):
-        trainer_for(tmp_path, target=toy_target(hidden_size=64), model=toy_draft(toy_target()))
+        trainer_for(tmp_path, toy_target(hidden_size=64), model=toy_draft(toy_target()), draft_vocab_size=None)
 
 
 def test_data_without_a_supervised_token_stops_before_the_first_step(tmp_path):
@@ -178,7 +234,7 @@ def test_data_without_a_supervised_token_stops_before_the_first_step(tmp_path):
     target = toy_target()
     for model in (None, toy_draft(target)):
         with pytest.raises(ValueError, match="supervised"):
-            trainer_for(tmp_path, target, rows, model)
+            trainer_for(tmp_path, target, rows, model, draft_vocab_size=None)
 
 
 def test_a_tokenizer_of_another_target_is_refused(tmp_path):

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import jinja2
 import numpy as np
@@ -193,7 +193,8 @@ def _tokens_and_mask(
     if isinstance(row, _Dropped):
         raise row
     ids, mask = _mask_answers(row, next(encodings), specials) if isinstance(row, _Text) else row
-    if not any(mask[:max_length]):
+    # Two in a row: a token is learned from the one before it, which must be the assistant's too.
+    if not any(a and b for a, b in pairwise(mask[1:max_length])):
         raise _Dropped("nothing supervised within max_length")
     return ids[:max_length], mask[:max_length]
 

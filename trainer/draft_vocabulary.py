@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def count_supervised_tokens(dataset: Dataset, vocab_size: int) -> Tensor:
     """How often each target token is supervised, int64 [V]. A supervised id outside the vocabulary is a ValueError."""
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for _, ids, mask in _buffers(dataset):
+    for _, ids, mask in token_buffers(dataset):
         supervised = ids[mask != 0]
         if len(supervised) and not 0 <= supervised.min() <= supervised.max() < vocab_size:
             raise ValueError(
@@ -37,7 +37,7 @@ def count_supervised_tokens(dataset: Dataset, vocab_size: int) -> Tensor:
     return torch.from_numpy(counts)
 
 
-def _buffers(dataset: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def token_buffers(dataset: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Row lengths, token ids and masks of a thousand rows at a time, flat."""
     for table in dataset.with_format("arrow").iter(batch_size=1000):
         ids = table.column("input_ids").combine_chunks()
@@ -46,6 +46,23 @@ def _buffers(dataset: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndar
         if not lengths.equals(mask.value_lengths()):
             raise ValueError("input_ids and assistant_masks differ in length: tokenize the rows again.")
         yield lengths.to_numpy(), ids.flatten().to_numpy(), mask.flatten().to_numpy()
+
+
+def is_ready(dataset: Dataset, max_length: int) -> bool:
+    """Whether these are tokenised rows that fit, each with a token to learn: as `tokenize_rows` leaves them."""
+    if set(dataset.column_names) != {"input_ids", "assistant_masks"}:
+        return False
+    for lengths, _, mask in token_buffers(dataset):
+        if lengths.max() > max_length:
+            return False
+        starts = np.cumsum(lengths) - lengths
+        learned = np.zeros(len(mask) + 1, dtype=np.int64)
+        learned[:-1] = np.append((mask[:-1] != 0) & (mask[1:] != 0), False)  # this token and the next
+        learned[starts] = 0  # no slot before the first token
+        learned[starts[1:] - 1] = 0  # the next one is of another row
+        if not np.add.reduceat(learned, starts).all():
+            return False
+    return True
 
 
 def select_draft_vocabulary(counts: Tensor, draft_vocab_size: int, always: Iterable[int]) -> tuple[Tensor, Tensor]:
@@ -99,7 +116,8 @@ def cached_draft_vocabulary(
     Raises:
         ValueError: As `count_supervised_tokens`, `select_draft_vocabulary` and `coverage`.
     """
-    always = sorted({*tokenizer.all_special_ids, *extra_ids})
+    marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    always = sorted({*tokenizer.all_special_ids, *marked, *extra_ids})
     key = _content_hash(dataset, tokenizer, draft_vocab_size, vocab_size, always)
     path = Path(cache_dir) / f"draft-vocabulary-{key}.safetensors"
     if path.exists():
@@ -121,7 +139,7 @@ def _content_hash(
     digest = hashlib.sha256()
     vocabulary = sorted(tokenizer.get_vocab().items())
     digest.update(json.dumps([draft_vocab_size, vocab_size, always, vocabulary]).encode())
-    for lengths, ids, mask in _buffers(dataset):
+    for lengths, ids, mask in token_buffers(dataset):
         for array, dtype in ((lengths, np.int64), (ids, np.int64), (mask, np.int8)):
             digest.update(array.astype(dtype).tobytes())
     return digest.hexdigest()[:32]

@@ -52,6 +52,10 @@ class Eagle3Config(_BaseConfig):
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Shape of the learning rate after warm-up."})
     warmup_steps: float = field(default=0.015, metadata={"help": "Warm-up: steps, or below 1 their share of all."})
     gradient_checkpointing: bool | None = field(default=None, metadata={"help": "Not available for the draft."})
+    ddp_find_unused_parameters: bool | None = field(
+        default=False,
+        metadata={"help": "Keep it false: the loss reads the head outside of forward, unseen by DDP."},
+    )
     remove_unused_columns: bool = field(default=False, metadata={"help": "The trainer prepares its own columns."})
     logging_nan_inf_filter: bool = field(
         default=False, metadata={"help": "Hide a non-finite loss. It stops the training here instead."}
@@ -65,6 +69,10 @@ class Eagle3Config(_BaseConfig):
             raise ValueError(
                 f"max_length {self.max_length} leaves no slot for {self.ttt_steps} steps; raise it to "
                 f"{2 + self.ttt_steps} or more"
+            )
+        if self.hub_strategy not in ("every_save", "end"):
+            raise ValueError(
+                f"hub_strategy is {self.hub_strategy.value!r}; allowed are 'every_save' and 'end': drafts only"
             )
         if self.gradient_checkpointing:
             raise ValueError("gradient_checkpointing is not available for the draft; set it to false")

@@ -11,6 +11,8 @@ supervised tokens, divided by their number in the whole global batch, so neither
 processes changes it.
 """
 
+import dataclasses
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -27,13 +29,20 @@ from trl.trainer.base_trainer import _BaseTrainer
 from eagle3_llama.configuration_eagle3_llama import Eagle3LlamaConfig
 from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
 from eagle3_llama.trainer.conversations import tokenize_rows
-from eagle3_llama.trainer.draft_vocabulary import cached_draft_vocabulary
+from eagle3_llama.trainer.draft_vocabulary import cached_draft_vocabulary, is_ready
 from eagle3_llama.trainer.eagle3_config import Eagle3Config
 from eagle3_llama.trainer.frozen_target import capture
 from eagle3_llama.trainer.hub import is_hub_name, push_draft, write_card
 from eagle3_llama.trainer.initialise import initialise_from_target
 from eagle3_llama.trainer.loss import ChainLoss, chain_loss, predicted_tokens
+from eagle3_llama.trainer.records import ROWS, normalise_dataset
 from eagle3_llama.trainer.ttt_attention import flash_ttt_attention
+
+logger = logging.getLogger(__name__)
+
+DRAFT_OPTIONS = (
+    "num_hidden_layers embed_fusion draft_vocab_size captured_layers fc_norm norm_output init_layers".split()
+)
 
 
 class Eagle3Trainer(_BaseTrainer):
@@ -79,16 +88,26 @@ class Eagle3Trainer(_BaseTrainer):
                 f"processing_class is {size}, the target has {target.config.vocab_size}: give its own tokenizer"
             )
         train_dataset = self._prepare_dataset(train_dataset, processing_class, args)
-        eval_dataset = eval_dataset and self._prepare_dataset(eval_dataset, processing_class, args)
+        if isinstance(eval_dataset, dict):
+            raise ValueError("several eval_dataset are not supported: concatenate them")
+        if eval_dataset is not None:
+            eval_dataset = self._prepare_dataset(eval_dataset, processing_class, args)
         self.card = dict(card or {})
         if model is None:
             model = self._build_draft(target, args, train_dataset, processing_class)
+        else:
+            check_draft_options(model, args)
         self.draft = model.bind_target(target)
         self.draft.ttt_attention = flash_ttt_attention
         if model.config.target_name is None and is_hub_name(target.config._name_or_path):
             model.config.target_name = target.config._name_or_path
         if peft_config is not None:
-            peft_config.base_model_name_or_path = model.config._name_or_path
+            peft_config.base_model_name_or_path = name = model.config._name_or_path
+            if args.push_to_hub and not is_hub_name(name):
+                raise ValueError(
+                    f"the draft to adapt is {name!r}; a pushed adapter must name its draft on the Hub: push that first"
+                )
+            peft_config.task_type = None  # TRL's CAUSAL_LM expects a model that generates by itself
             torch.manual_seed(args.seed)
             model = get_peft_model(model, peft_config)
             if type(self.draft.lm_head) is not nn.Linear:
@@ -112,10 +131,14 @@ class Eagle3Trainer(_BaseTrainer):
 
     @staticmethod
     def _prepare_dataset(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: Eagle3Config) -> Dataset:
-        if {"input_ids", "assistant_masks"} != set(dataset.column_names):
-            return tokenize_rows(dataset, tokenizer, args.max_length, args.dataset_num_proc)[0]
-        if not any(1 in row["assistant_masks"] for row in dataset):
-            raise ValueError("no token is supervised: check the chat template and the data (--preview 3)")
+        if is_ready(dataset, args.max_length):
+            return dataset
+        if set(dataset.column_names) != set(ROWS):
+            dataset, _ = normalise_dataset(dataset, "the data set", skip_malformed=False)
+        dataset, dropped = tokenize_rows(dataset, tokenizer, args.max_length, args.dataset_num_proc)
+        if dropped:
+            reasons = ", ".join(f"{count} ({reason})" for reason, count in dropped.most_common())
+            logger.warning("%d rows to train on, dropped: %s", len(dataset), reasons)
         return dataset
 
     def _build_draft(
@@ -266,8 +289,6 @@ class Eagle3Trainer(_BaseTrainer):
 
     def push_to_hub(self, commit_message: str | None = "End of training", blocking: bool = True, **kwargs: Any):
         """Save the draft and push it. Raises RuntimeError, with the command to push again, when the Hub fails."""
-        if self.hub_model_id is None:
-            self.init_hf_repo()
         self.save_model(_internal_call=True)
         if self.is_world_process_zero():
             return push_draft(self, self.args.output_dir, commit_message, blocking=blocking)
@@ -288,6 +309,16 @@ class Collator:
             "attention_mask": pad(lambda row: [1] * len(row["input_ids"]), 0),
             "assistant_masks": pad(lambda row: row["assistant_masks"], 0),
         }
+
+
+def check_draft_options(draft: LlamaForCausalLMEagle3, args: Eagle3Config) -> None:
+    """Raise ValueError for an option that shapes a new draft and contradicts the given one."""
+    given = draft.config.to_dict() | {"captured_layers": draft.config.eagle_aux_hidden_state_layer_ids}
+    default = {field.name: field.default for field in dataclasses.fields(args)}
+    for key in DRAFT_OPTIONS:
+        value = getattr(args, key)
+        if value != default[key] and value != given.get(key):
+            raise ValueError(f"{key} is {value!r}, but the given draft has {given.get(key)!r}; remove the option")
 
 
 def end_of_turn_ids(target: PreTrainedModel) -> list[int]:

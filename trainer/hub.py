@@ -4,6 +4,9 @@ import logging
 import os
 import platform
 import re
+import shlex
+import subprocess
+import sys
 from concurrent.futures import Future
 from enum import Enum
 from pathlib import Path
@@ -47,6 +50,20 @@ def machine() -> str:
     return f"{model[1] if model else platform.machine()}, {torch.get_num_threads()} cores"
 
 
+def provenance() -> dict[str, str]:
+    """What every published figure carries: command, machine, versions and commit."""
+    here = Path(__file__).parent
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False).stdout
+    # Names of folders here mean nothing elsewhere.
+    words = [Path(word).name if os.path.exists(word) else word for word in sys.argv]
+    return {
+        "command": shlex.join(["python", *words]),
+        "machine": machine(),
+        "versions": f"transformers {transformers.__version__}, torch {torch.__version__}",
+        "commit": commit.strip() or "unknown",
+    }
+
+
 def write_card(trainer: "Eagle3Trainer", folder: str) -> None:
     """Render hub_card.md into `folder`/README.md from what the trainer knows and `trainer.card`."""
     facts, draft = trainer.card, trainer.draft.config._name_or_path
@@ -58,13 +75,13 @@ def write_card(trainer: "Eagle3Trainer", folder: str) -> None:
         datasets=[name for name in names if is_hub_name(name)],
         adapted_draft=draft if trainer.model is not trainer.draft else None,
         revision=facts.get("target_revision"),
+        target_adapter=facts.get("target_adapter"),
         coverage=facts.get("coverage"),
         measured=facts.get("measured"),
-        machine=machine(),
         steps=trainer.state.global_step,
         data=", ".join(Path(name).name if os.path.exists(name) else name for name in names),
         recipe={key: plain(getattr(trainer.args, key)) for key in RECIPE},
-        versions=f"transformers {transformers.__version__}, torch {torch.__version__}",
+        **provenance(),
     )
 
 
@@ -79,15 +96,18 @@ def push_draft(trainer: "Eagle3Trainer", folder: str, message: str, blocking: bo
     Raises:
         RuntimeError: the Hub refused or was lost; says what is on disk and how to push it again.
     """
-    repo = trainer.hub_model_id
+    repo = trainer.hub_model_id or trainer.args.hub_model_id or Path(trainer.args.output_dir).absolute().name
     names = (str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
     files = sorted(name for name in names if DRAFT_FILES.fullmatch(name))
     again = f"hf upload {repo} {folder} . " + " ".join(f"--include {name}" for name in files)
     advice = f"the draft is complete in {folder}; push it by the same command, which trains no step twice, or: {again}"
-    if not blocking and trainer.push_in_progress is not None and not trainer.push_in_progress.is_done():
-        return None
-    trainer._finish_current_push()
     try:
+        if trainer.hub_model_id is None:  # the trainer was made without push_to_hub
+            trainer.init_hf_repo()
+            repo = trainer.hub_model_id
+        if not blocking and trainer.push_in_progress is not None and not trainer.push_in_progress.is_done():
+            return None
+        trainer._finish_current_push()
         done = upload_folder(
             repo_id=repo,
             folder_path=folder,

@@ -29,6 +29,10 @@ def initialise_from_target(draft: LlamaForCausalLMEagle3, target: PreTrainedMode
     draft.fc.weight.mul_(0.1)
     draft.fc.weight[:, -hidden_size:] += torch.eye(hidden_size)
     first = len(body.layers) - 1 - len(draft.layers)
+    if first < 0:
+        raise ValueError(
+            f"init_layers needs more target layers than {len(body.layers)} for num_hidden_layers {len(draft.layers)}"
+        )
     for ours, theirs in zip(draft.layers, body.layers[first:-1], strict=True):
         _copy_layer(ours, theirs, hidden_size)
 

@@ -81,7 +81,7 @@ def _load_source(source: str, split: str, skip_malformed: bool) -> tuple[Dataset
         loaded = [_load_file(file, skip_malformed) for file in _files(path)]
     elif re.fullmatch(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", source) and path.suffix not in SUFFIXES:
         name, _, config = source.partition(":")
-        loaded = [_normalise_dataset(load_dataset(name, config or None, split=split), source, skip_malformed)]
+        loaded = [normalise_dataset(load_dataset(name, config or None, split=split), source, skip_malformed)]
     else:
         raise ValueError(f"{source!r} is no file or folder here, and no Hub dataset (user/name or user/name:config).")
     rows, malformed = concatenate_datasets([part for part, _ in loaded]), sum(count for _, count in loaded)
@@ -99,9 +99,12 @@ def _files(path: Path) -> list[Path]:
 
 def _load_file(path: Path, skip_malformed: bool) -> tuple[Dataset, int]:
     if path.suffix == ".parquet":
-        return _normalise_dataset(Dataset.from_parquet(str(path)), str(path), skip_malformed)
+        return normalise_dataset(Dataset.from_parquet(str(path)), str(path), skip_malformed)
     with path.open("rb") as file:
-        is_array = file.read(4096).lstrip().startswith(b"[")
+        start = file.read(4096)
+    if start.startswith(b"\xef\xbb\xbf"):
+        raise ValueError(f"{path}: byte 0, record 1: the file starts with a byte order mark. Save it without one.")
+    is_array = start.lstrip().startswith(b"[")
     tables, good, bad = [ROWS.arrow_schema.empty_table()], [], []
     for record in _read_array(path) if is_array else _read_lines(path):
         if not isinstance(record, ValueError):
@@ -178,7 +181,9 @@ def _parse_line(line: bytes, start: int, where: str) -> dict | ValueError:
     return _normalise(record, where.format(start))
 
 
-def _normalise_dataset(dataset: Dataset, source: str, skip_malformed: bool) -> tuple[Dataset, int]:
+def normalise_dataset(dataset: Dataset, source: str, skip_malformed: bool) -> tuple[Dataset, int]:
+    """Any accepted schema -> the columns of ROWS, and how many malformed records were left out. As load_rows."""
+
     def normalise(batch, indices):
         records = [
             _normalise(row, f"{source}: record {i + 1}") for i, row in zip(indices, batch_rows(batch), strict=True)
@@ -244,6 +249,12 @@ def _message(item: object) -> dict:
 
 def _pretokenized(record: dict) -> dict:
     ids, mask = record["input_ids"], record.get("assistant_masks")
+    for name in ("input_ids", "assistant_masks", "labels"):
+        values = record.get(name)
+        if values is not None and not (isinstance(values, list) and all(type(x) is int for x in values)):
+            raise ValueError(f"{name} must be a list of integers, found {values!r:.60}.")
+    if not all(0 <= token < 2**31 for token in ids):
+        raise ValueError(f"input_ids must be from 0 to 2^31 - 1, found {min(ids)} to {max(ids)}.")
     if mask is None:
         mask = [int(label != -100) for label in record["labels"]]
         if any(label not in (-100, token) for label, token in zip(record["labels"], ids, strict=False)):

@@ -22,16 +22,15 @@ from rich.table import Table
 from transformers import AutoTokenizer
 from trl import TrlParser
 
-from eagle3_llama.evaluation.acceptance import measure
+from eagle3_llama.evaluation.acceptance import DEFINITION, measure
 from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
 from eagle3_llama.trainer.conversations import format_preview, held_out_prompts, tokenize_rows
 from eagle3_llama.trainer.eagle3_config import Eagle3Config
-from eagle3_llama.trainer.eagle3_trainer import Eagle3Trainer, end_of_turn_ids
+from eagle3_llama.trainer.eagle3_trainer import DRAFT_OPTIONS, Eagle3Trainer, end_of_turn_ids
 from eagle3_llama.trainer.frozen_target import load_target
-from eagle3_llama.trainer.hub import RECIPE, push_draft, write_card
+from eagle3_llama.trainer.hub import RECIPE, provenance, push_draft, write_card
 from eagle3_llama.trainer.records import load_rows
 
-DRAFT = "num_hidden_layers embed_fusion draft_vocab_size captured_layers fc_norm norm_output init_layers".split()
 PROJECTIONS = ["fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -96,7 +95,7 @@ def load_data(script: ScriptArguments, args: Eagle3Config, tokenizer) -> tuple[D
     dataset, dropped = tokenize_rows(rows, tokenizer, args.max_length, args.dataset_num_proc)
     reasons = "".join(f", {count} dropped ({reason})" for reason, count in dropped.most_common())
     print(f"{len(dataset)} conversations, {report.malformed} malformed records skipped{reasons}")
-    if not script.eval_samples:
+    if not script.eval_samples or script.preview:
         return dataset, None
     if script.eval_samples >= len(dataset):
         raise ValueError(
@@ -119,7 +118,7 @@ def check_recipe(script: ScriptArguments, args: Eagle3Config) -> None:
     """Remember the recipe in the output folder; a ValueError if it holds a run of another one."""
     ignored = re.compile("preview|measure_.*|max_prompt_length|trust_remote_code")
     recipe = {key: value for key, value in asdict(script).items() if not ignored.fullmatch(key)}
-    recipe |= {key: getattr(args, key) for key in (*DRAFT, *RECIPE)}
+    recipe |= {key: getattr(args, key) for key in (*DRAFT_OPTIONS, *RECIPE)}
     recipe = json.loads(json.dumps(recipe, default=str))
     path = Path(args.output_dir) / "recipe.json"
     if path.exists() and last_checkpoint(args.output_dir):
@@ -133,7 +132,7 @@ def check_recipe(script: ScriptArguments, args: Eagle3Config) -> None:
     path.write_text(json.dumps(recipe, indent=1))
 
 
-def measure_draft(script: ScriptArguments, trainer: Eagle3Trainer) -> dict:
+def measure_draft(script: ScriptArguments, trainer: Eagle3Trainer, prompts: list[list[int]]) -> dict:
     """Decode held-out prompts with and without the draft; the figures also go into acceptance.json and the card."""
     # Without the wrapper that runs forward in the training's autocast.
     trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
@@ -143,11 +142,12 @@ def measure_draft(script: ScriptArguments, trainer: Eagle3Trainer) -> dict:
     figures = measure(
         target,
         draft.to(target.dtype),
-        held_out_prompts(trainer.eval_dataset, script.measure_prompts, script.max_prompt_length),
+        prompts,
         script.measure_draft_tokens,
         script.measure_new_tokens,
         end_of_turn_ids(target),
     )
+    figures |= {"seed": trainer.args.seed, "definition": DEFINITION, **provenance()}
     folder = Path(trainer.args.output_dir)
     (folder / "acceptance.json").write_text(json.dumps(figures, indent=1))
     trainer.card["measured"] = figures
@@ -211,22 +211,33 @@ def main() -> None:
         processing_class=tokenizer,
         model=draft,
         peft_config=peft_config,
-        card={"datasets": script.dataset_name, "target_revision": script.target_revision},
+        card={
+            "datasets": script.dataset_name,
+            "target_revision": script.target_revision,
+            "target_adapter": script.target_adapter,
+        },
     )
     resume = last_checkpoint(args.output_dir)
     if resume:
         print(f"resuming from {resume}", flush=True)
+    prompts = []
+    if script.measure_prompts:  # before the training: it would be a pity to find none after it
+        prompts = held_out_prompts(trainer.eval_dataset, script.measure_prompts, script.max_prompt_length)
+        if not prompts:
+            raise ValueError(
+                f"no held-out prompt has at most --max_prompt_length {script.max_prompt_length} tokens: raise it"
+            )
     trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model()
+    trainer.save_model(_internal_call=True)  # only saves; it is pushed with its figures
     if eval_dataset is not None and args.eval_strategy != "no":
         trainer.evaluate()
-    figures = None
-    if script.measure_prompts and trainer.is_world_process_zero():
-        figures = measure_draft(script, trainer)
+    if prompts and trainer.is_world_process_zero():
+        print_figures(measure_draft(script, trainer, prompts))
     if args.push_to_hub and trainer.is_world_process_zero():
         push_draft(trainer, args.output_dir, "End of training", blocking=True)
-    if figures:
-        print_figures(figures)
+    trainer.accelerator.end_training()
+    if not trainer.is_world_process_zero():
+        return
     where = trainer.hub_model_id if args.push_to_hub else args.output_dir
     print(
         "Load the draft:\n"
