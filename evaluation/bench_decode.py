@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--draft", required=True, help="Hub name or folder")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--prompts", type=int, default=8, help="prompts at batch 1 (default 8); one batch otherwise")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts at batch 1 (default 4); one batch otherwise")
     parser.add_argument("--new_tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=1, help="times each prompt is decoded (default 1)")
     parser.add_argument("--output", default="outputs/bench-decode", help="writes this .md and .json")

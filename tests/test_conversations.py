@@ -529,3 +529,22 @@ def test_real_conversations_with_a_real_tokenizer():
     for row in dataset:
         assert all(text.endswith("<|im_end|>") for text in supervised(tokenizer, row)[:-1])
         assert len(row["input_ids"]) == len(row["assistant_masks"]) <= 512
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"input_ids": 5, "assistant_masks": [1]}, "input_ids must be a list of integers"),
+        ({"input_ids": [1.5, 2], "assistant_masks": [0, 1]}, "input_ids must be a list of integers"),
+        ({"input_ids": [99999999999, 2], "assistant_masks": [0, 1]}, "99999999999"),
+        ({"input_ids": [1, 2], "assistant_masks": [[0], [1]]}, "assistant_masks must be a list of integers"),
+    ],
+)
+def test_malformed_tokens_are_named_or_skipped(tmp_path, record, message):
+    path = tmp_path / "rows.jsonl"
+    good = {"input_ids": [1, 2, 3], "assistant_masks": [0, 1, 1]}
+    path.write_text(f"{json.dumps(good)}\n{json.dumps(record)}\n")
+    with pytest.raises(ValueError, match=f"rows.jsonl.*record 2.*{message}"):
+        load_rows([str(path)])
+    rows, report = load_rows([str(path)], skip_malformed=True)
+    assert (len(rows), report.malformed) == (1, 1)

@@ -134,3 +134,15 @@ def test_damaged_cache_is_built_again(tmp_path):
     path.write_bytes(b"")
     assert torch.equal(cached(tmp_path)[0], d2t)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_every_token_marked_special_is_kept(tmp_path):
+    """all_special_ids has only those with a role; a chat template uses others too."""
+    words = {word: i for i, word in enumerate(["<unk>", "<|end|>", "<|tool|>", *"abcdefgh"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<|end|>")
+    tokenizer.add_tokens(["<|tool|>"], special_tokens=True)
+    assert 2 not in tokenizer.all_special_ids
+    dataset = Dataset.from_list([{"input_ids": [5, 6, 7], "assistant_masks": [0, 1, 1]}])
+    _, t2d, _ = cached_draft_vocabulary(dataset, tokenizer, 6, len(words), [], tmp_path)
+    assert t2d[:3].all() and t2d[[6, 7]].all()

@@ -241,6 +241,14 @@ def test_an_adapter_without_a_draft_or_on_the_head_is_refused(tmp_path):
         )
 
 
+def test_a_pushed_adapter_must_name_its_draft_on_the_hub(hub, tmp_path):
+    target = toy_target()
+    toy_draft(target).save_pretrained(tmp_path / "draft")
+    draft = LlamaForCausalLMEagle3.from_pretrained(tmp_path / "draft")
+    with pytest.raises(ValueError, match="must name its draft on the Hub"):
+        adapter_trainer(tmp_path / "run", target, draft, push_to_hub=True, hub_model_id="tester/toy-eagle3-lora")
+
+
 def test_a_target_with_an_adapter_is_distilled_merged(hub, tmp_path):
     from peft import get_peft_model
 
