@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 
-from eagle3_llama.trainer.frozen_target import load_target
+from eagle3_llama.trainer.frozen_target import end_of_turn_ids, load_target
 
 PROMPTS = Path(__file__).with_name("prompts.txt")
 TREE = {"top_k": 4, "depth": 4, "total_tokens": 16}
@@ -69,7 +69,7 @@ def chat_inputs(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> dict[
 
 def greedy(target, draft, draft_name, tokenizer, prompts, batch_size, max_new_tokens, **options) -> list[list[int]]:
     """New tokens of every prompt, up to the end of its answer; without the draft when `draft` is None."""
-    answers, eos = [], set(end_ids(target))
+    answers, eos = [], set(end_of_turn_ids(target))
     if draft is not None:
         options |= dict(custom_generate=draft_name, trust_remote_code=True, assistant_model=draft)
     for start in range(0, len(prompts), batch_size):
@@ -79,11 +79,6 @@ def greedy(target, draft, draft_name, tokenizer, prompts, batch_size, max_new_to
             stop = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
             answers.append(row[:stop])
     return answers
-
-
-def end_ids(target: PreTrainedModel) -> list[int]:
-    ids = target.generation_config.eos_token_id
-    return [ids] if isinstance(ids, int) else ids or []
 
 
 @torch.no_grad()
@@ -110,7 +105,7 @@ def exact_distribution(target, ids: Tensor) -> dict[tuple[int, ...], float]:
         prefixes = torch.tensor([list(sequence) for sequence in sequences], dtype=ids.dtype, device=ids.device)
         rows = torch.cat([ids.expand(len(sequences), -1), prefixes.view(len(sequences), -1)], dim=1)
         logits = target(rows, logits_to_keep=1).logits[:, -1].float()
-        logits[:, end_ids(target)] = float("-inf")  # as min_new_tokens has it
+        logits[:, end_of_turn_ids(target)] = float("-inf")  # as min_new_tokens has it
         values, tokens = logits.topk(TOP_K)
         longer = {}
         for (prefix, p), q, nexts in zip(sequences.items(), values.softmax(-1).tolist(), tokens.tolist(), strict=True):

@@ -31,7 +31,7 @@ from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
 from eagle3_llama.trainer.conversations import tokenize_rows
 from eagle3_llama.trainer.draft_vocabulary import cached_draft_vocabulary, is_ready
 from eagle3_llama.trainer.eagle3_config import Eagle3Config
-from eagle3_llama.trainer.frozen_target import capture
+from eagle3_llama.trainer.frozen_target import capture, end_of_turn_ids
 from eagle3_llama.trainer.hub import is_hub_name, push_draft, write_card
 from eagle3_llama.trainer.initialise import initialise_from_target
 from eagle3_llama.trainer.loss import ChainLoss, chain_loss, predicted_tokens
@@ -319,9 +319,3 @@ def check_draft_options(draft: LlamaForCausalLMEagle3, args: Eagle3Config) -> No
         value = getattr(args, key)
         if value != default[key] and value != given.get(key):
             raise ValueError(f"{key} is {value!r}, but the given draft has {given.get(key)!r}; remove the option")
-
-
-def end_of_turn_ids(target: PreTrainedModel) -> list[int]:
-    """The ids that end the target's answer."""
-    ids = target.generation_config.eos_token_id
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

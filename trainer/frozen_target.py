@@ -60,3 +60,9 @@ def capture(
         input_ids=input_ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=list(layer_ids)
     )
     return torch.cat([output.hidden_states[i] for i in layer_ids], dim=-1), output.last_hidden_state
+
+
+def end_of_turn_ids(target: PreTrainedModel) -> list[int]:
+    """The ids that end the target's answer."""
+    ids = target.generation_config.eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

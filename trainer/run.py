@@ -26,8 +26,8 @@ from eagle3_llama.evaluation.acceptance import DEFINITION, measure
 from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
 from eagle3_llama.trainer.conversations import format_preview, held_out_prompts, tokenize_rows
 from eagle3_llama.trainer.eagle3_config import Eagle3Config
-from eagle3_llama.trainer.eagle3_trainer import DRAFT_OPTIONS, Eagle3Trainer, end_of_turn_ids
-from eagle3_llama.trainer.frozen_target import load_target
+from eagle3_llama.trainer.eagle3_trainer import DRAFT_OPTIONS, Eagle3Trainer
+from eagle3_llama.trainer.frozen_target import end_of_turn_ids, load_target
 from eagle3_llama.trainer.hub import RECIPE, provenance, push_draft, write_card
 from eagle3_llama.trainer.records import load_rows
 
