@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.utils import ModelOutput
@@ -41,6 +42,7 @@ GENERATION = {"num_draft_tokens": 2, "tree": None, "draft_temperature": None}
 # attend(layer index, query [B,h,S,d], key, value [B,kv,S,d]) -> [B,h,S,d]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Rotary = tuple[Tensor, Tensor]
+KeysValues = tuple[list[Tensor], list[Tensor]]  # of one layer, a tensor [B,kv,S,d] for each TTT step
 
 
 @dataclass
@@ -91,15 +93,25 @@ def causal_mask(num_queries: int, num_keys: int, attention_mask: Tensor | None, 
     return blocked if blocked.dim() == 4 else blocked[None, None]
 
 
-def ttt_attention(query: Tensor, keys: list[Tensor], values: list[Tensor], attention_mask: Tensor | None) -> Tensor:
+def ttt_attention(
+    query: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    attention_mask: Tensor | None,
+    documents: list[int] | None = None,
+) -> Tensor:
     """Attention of TTT step k, the dense reference: step-0 keys causally, own slot's keys of steps 1..k.
 
-    query [B,h,S,d]; keys and values: k + 1 tensors [B,kv,S,d], step 0 first; attention_mask [B,S], 0 on padding.
+    query [B,h,S,d]; keys and values: k + 1 tensors [B,kv,S,d], step 0 first; attention_mask [B,S], 0 on padding;
+    documents: lengths of the documents that S slots consist of, each of which sees only itself.
     """
     num_slots, scale = query.shape[2], query.shape[-1] ** -0.5
     keys, values = [repeat_heads(x, query) for x in keys], [repeat_heads(x, query) for x in values]
     scores = (query @ keys[0].transpose(2, 3)).float() * scale  # [B,h,S,S]
     scores = scores + causal_mask(num_slots, num_slots, attention_mask, scores)
+    if documents is not None:
+        document = torch.repeat_interleave(torch.tensor(documents, device=query.device))  # [S]: 0, 0, ..., 1, 1, ...
+        scores = scores.masked_fill(document[:, None] != document, torch.finfo(scores.dtype).min)
     own = [(query * key).sum(-1, keepdim=True).float() * scale for key in keys[1:]]  # k diagonals [B,h,S,1]
     weights = torch.cat([scores, *own], dim=-1).softmax(dim=-1).to(query.dtype)
     output = weights[..., :num_slots] @ values[0]
@@ -247,6 +259,8 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
         use_cache: bool = False,
         ttt_steps: int | None = None,
         predict_at: Tensor | None = None,
+        documents: list[int] | None = None,
+        checkpoint_steps: bool = False,
     ) -> Eagle3Output:
         """One draft step over S slots, or with `ttt_steps` the training unroll.
 
@@ -259,14 +273,21 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
             cache: cache of earlier slots; made when `use_cache` and None.
             ttt_steps: K, the number of steps to unroll. Then `hidden_states` of the output are K normed states.
             predict_at: [B], the one slot of each row whose logits [B,1,D] and state [B,1,H] are wanted; default all.
+            documents: for the unroll, lengths of the documents that a single row [1,S] consists of. Positions start
+                again in each, and nothing is seen or shifted across their ends.
+            checkpoint_steps: for the unroll, keep only the states, keys and values of each step, and compute the
+                rest of its activations again in the backward pass.
         """
         if hidden_states.shape[-1] == 3 * self.config.target_hidden_size:
             hidden_states = self.fuse(hidden_states)
         past = 0 if cache is None else cache.get_seq_length()
-        if position_ids is None:
+        if documents is not None:
+            position_ids = document_positions(documents, input_ids)
+        elif position_ids is None:
             position_ids = default_positions(input_ids, attention_mask, past)
         if ttt_steps is not None:
-            return self._unroll(input_ids, hidden_states, attention_mask, position_ids, ttt_steps)
+            context = (position_ids, attention_mask, documents)
+            return self._unroll(input_ids, hidden_states, ttt_steps, context, checkpoint_steps)
         if use_cache and cache is None:
             cache = DynamicCache()
         attend = self._cached_attend(hidden_states, attention_mask, cache, past)
@@ -292,22 +313,30 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
 
         return attend
 
-    def _unroll(self, tokens: Tensor, hidden: Tensor, mask: Tensor | None, position_ids: Tensor, steps: int):
-        keys: list[list[Tensor]] = [[] for _ in self.layers]
-        values: list[list[Tensor]] = [[] for _ in self.layers]
-
-        def attend(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys[layer_idx].append(key)
-            values[layer_idx].append(value)
-            return self.ttt_attention(query, keys[layer_idx], values[layer_idx], mask)
-
+    def _unroll(self, tokens: Tensor, hidden: Tensor, steps: int, context: tuple, checkpoint_steps: bool):
+        past: list[KeysValues] = [([], []) for _ in self.layers]
         states = []
         for k in range(steps):
-            # Step k pairs slot p with the embedding of token p + 1 + k. What slides over the end is never supervised.
-            input_ids = F.pad(tokens[:, k + 1 :], (0, min(k + 1, tokens.shape[1])))
-            normed, hidden = self.step(hidden, input_ids, position_ids + k, attend)
+            # Step k pairs slot p with the embedding of token p + 1 + k.
+            args = (hidden, shift_left(tokens, k + 1, context[2]), k, past, context)
+            if checkpoint_steps:
+                normed, hidden, past = checkpoint(self._ttt_step, *args, use_reentrant=False)
+            else:
+                normed, hidden, past = self._ttt_step(*args)
             states.append(normed)
         return Eagle3Output(hidden_states=tuple(states))
+
+    def _ttt_step(self, hidden: Tensor, input_ids: Tensor, k: int, past: list[KeysValues], context: tuple):
+        """-> normed, state for the next step, and every layer's keys and values of steps 0..k."""
+        position_ids, mask, documents = context
+        seen: list[KeysValues] = []
+
+        def attend(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = past[layer_idx]
+            seen.append(([*keys, key], [*values, value]))
+            return self.ttt_attention(query, *seen[layer_idx], mask, documents)
+
+        return *self.step(hidden, input_ids, position_ids + k, attend), seen
 
     def rotary_tables(self, position_ids: Tensor) -> Rotary:
         """cos and sin [B,S,d] in fp32."""
@@ -388,6 +417,20 @@ def default_positions(input_ids: Tensor, attention_mask: Tensor | None, past: in
     if attention_mask is not None and attention_mask.dim() == 2:
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
     return torch.arange(past, past + input_ids.shape[1], device=input_ids.device)[None]
+
+
+def document_positions(documents: list[int], input_ids: Tensor) -> Tensor:
+    """Positions [1,S] that start again in each document; ValueError unless their lengths make up input_ids [1,S]."""
+    if input_ids.shape[0] != 1 or sum(documents) != input_ids.shape[1]:
+        raise ValueError(f"documents of {sum(documents)} tokens must make up one row, not {tuple(input_ids.shape)}")
+    return torch.cat([torch.arange(length, device=input_ids.device) for length in documents])[None]
+
+
+def shift_left(tokens: Tensor, count: int, documents: list[int] | None) -> Tensor:
+    """tokens [B,S] moved left by count within each document (the row when None); zeros come in, never supervised."""
+    parts = [tokens] if documents is None else tokens.split(documents, dim=1)
+    shifted = [F.pad(part[:, count:], (0, min(count, part.shape[1]))) for part in parts]
+    return torch.cat(shifted, dim=1)
 
 
 LlamaForCausalLMEagle3.register_for_auto_class("AutoModel")

@@ -85,9 +85,9 @@ def test_padding_on_either_side_and_holes_equal_the_dense_reference(target, step
     assert_same(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def attention_in_bf16(query, keys, values, mask):
+def attention_in_bf16(query, keys, values, mask, documents=None):
     keys, values = [x.bfloat16() for x in keys], [x.bfloat16() for x in values]
-    return flash_ttt_attention(query.bfloat16(), keys, values, mask).float()
+    return flash_ttt_attention(query.bfloat16(), keys, values, mask, documents).float()
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7])

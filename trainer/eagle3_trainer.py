@@ -11,38 +11,42 @@ supervised tokens, divided by their number in the whole global batch, so neither
 processes changes it.
 """
 
+import copy
 import dataclasses
 import logging
+import re
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import PeftConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+from trl import pack_dataset
 from trl.trainer.base_trainer import _BaseTrainer
 
 from eagle3_llama.configuration_eagle3_llama import Eagle3LlamaConfig
+from eagle3_llama.evaluation.acceptance import greedy_chain
+from eagle3_llama.evaluation.replay import greedy_answers, replay, tau_of
 from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
-from eagle3_llama.trainer.conversations import tokenize_rows
+from eagle3_llama.trainer.conversations import held_out_prompts, tokenize_rows
 from eagle3_llama.trainer.draft_vocabulary import cached_draft_vocabulary, is_ready
-from eagle3_llama.trainer.eagle3_config import Eagle3Config
+from eagle3_llama.trainer.eagle3_config import TAU_METRICS, Eagle3Config
 from eagle3_llama.trainer.frozen_target import capture, end_of_turn_ids
 from eagle3_llama.trainer.hub import is_hub_name, push_draft, write_card
 from eagle3_llama.trainer.initialise import initialise_from_target
 from eagle3_llama.trainer.loss import ChainLoss, chain_loss, predicted_tokens
-from eagle3_llama.trainer.records import ROWS, normalise_dataset
-from eagle3_llama.trainer.ttt_attention import flash_ttt_attention
+from eagle3_llama.trainer.records import ROWS, TOKENS, normalise_dataset
+from eagle3_llama.trainer.ttt_attention import choose_ttt_attention
 
 logger = logging.getLogger(__name__)
 
 DRAFT_OPTIONS = (
-    "num_hidden_layers embed_fusion draft_vocab_size captured_layers fc_norm norm_output init_layers".split()
-)
+    "num_hidden_layers embed_fusion intermediate_size draft_vocab_size captured_layers fc_norm norm_output init_layers"
+).split()
 
 
 class Eagle3Trainer(_BaseTrainer):
@@ -92,13 +96,16 @@ class Eagle3Trainer(_BaseTrainer):
             raise ValueError("several eval_dataset are not supported: concatenate them")
         if eval_dataset is not None:
             eval_dataset = self._prepare_dataset(eval_dataset, processing_class, args)
+        if args.eval_tau_prompts:
+            self.tau_prompts, self._tau_answers = find_tau_prompts(eval_dataset, args), None
+            if (args.metric_for_best_model or "").removeprefix("eval_") in TAU_METRICS and args.eval_tau_patience:
+                callbacks = [*(callbacks or []), StopWhenTauFalls(args.eval_tau_patience)]
         self.card = dict(card or {})
         if model is None:
             model = self._build_draft(target, args, train_dataset, processing_class)
         else:
             check_draft_options(model, args)
         self.draft = model.bind_target(target)
-        self.draft.ttt_attention = flash_ttt_attention
         if model.config.target_name is None and is_hub_name(target.config._name_or_path):
             model.config.target_name = target.config._name_or_path
         if peft_config is not None:
@@ -117,8 +124,8 @@ class Eagle3Trainer(_BaseTrainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=Collator(processing_class),
-            train_dataset=train_dataset,
+            data_collator=collate,
+            train_dataset=pack(train_dataset, args.max_length) if args.packing else train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             callbacks=callbacks,
@@ -126,6 +133,7 @@ class Eagle3Trainer(_BaseTrainer):
         )
         # Moved only: accelerate's `prepare_model` would wrap its forward in the draft's autocast.
         self.target = target.to(self.accelerator.device)
+        self.draft.ttt_attention = choose_ttt_attention(args.ttt_attention, self.accelerator.device)
 
     # ---- prepare ----
 
@@ -149,6 +157,7 @@ class Eagle3Trainer(_BaseTrainer):
             target.config,
             num_hidden_layers=args.num_hidden_layers,
             embed_fusion=args.embed_fusion,
+            intermediate_size=args.intermediate_size,
             draft_vocab_size=args.draft_vocab_size,
             eagle_aux_hidden_state_layer_ids=args.captured_layers,
             fc_norm=args.fc_norm,
@@ -194,11 +203,17 @@ class Eagle3Trainer(_BaseTrainer):
         # DDP averages gradients over processes, and the tokens were counted over all of them.
         return result.loss / num_items_in_batch * (self.accelerator.num_processes if mode == "train" else 1)
 
-    def _chain_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> ChainLoss:
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    def _chain_loss(self, model: nn.Module, inputs: dict[str, Any]) -> ChainLoss:
+        ids, documents = inputs["input_ids"], inputs["documents"]
         layers = self.draft.config.eagle_aux_hidden_state_layer_ids
-        features, target_states = capture(self.target, ids, mask, layers)
-        output = model(input_ids=ids, hidden_states=features, attention_mask=mask, ttt_steps=self.args.ttt_steps)
+        features, target_states = capture(self.target, ids, documents, layers, self.args.target_tokens_at_once)
+        output = model(
+            input_ids=ids,
+            hidden_states=features,
+            documents=documents,
+            ttt_steps=self.args.ttt_steps,
+            checkpoint_steps=self.args.checkpoint_steps,
+        )
         with self.accelerator.autocast():
             return chain_loss(
                 output.hidden_states,
@@ -207,13 +222,14 @@ class Eagle3Trainer(_BaseTrainer):
                 self.target.get_output_embeddings().weight,
                 inputs["assistant_masks"],
                 self.draft.kept_ids(),
+                documents,
             )
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: torch.device) -> Tensor | None:
         """Supervised tokens of the global batch: all accumulated batches of all processes."""
         if not batch_samples:
             return None
-        count = sum(predicted_tokens(batch["assistant_masks"])[:, 1:].sum() for batch in batch_samples)
+        count = sum(predicted_tokens(x["assistant_masks"], x["documents"]).sum() for x in batch_samples)
         return self.accelerator.gather(count.to(device)).sum().clamp(min=1)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -227,7 +243,7 @@ class Eagle3Trainer(_BaseTrainer):
         sums = self._sums[mode]
         for name in ("loss", "correct", "supervised", "joint", "joint_supervised", "covered"):
             sums[name] = sums[name] + getattr(result, name).detach()
-        sums["tokens"] = sums["tokens"] + inputs["attention_mask"].sum()
+        sums["tokens"] = sums["tokens"] + torch.tensor(inputs["input_ids"].numel(), device=result.loss.device)
 
     def _take_metrics(self, mode: str) -> dict[str, float]:
         """Metrics since the last call, over all processes. tau: 1 + expected length of the accepted chain."""
@@ -262,9 +278,44 @@ class Eagle3Trainer(_BaseTrainer):
         # transformers averages batches; a token counts the same in every batch here.
         metrics["loss"] = metrics.pop("token_loss")
         del metrics["tokens"]
+        if self.args.eval_tau_prompts:
+            metrics |= self._measure_tau()
         output.metrics.update({f"{metric_key_prefix}_{key}": value for key, value in metrics.items()})
         self._last_log = time.perf_counter()
         return output
+
+    def _measure_tau(self) -> dict[str, float]:
+        """tau on the held-out prompts, decoded and replayed; each process takes its share, all get the same."""
+        args, eos_ids, draft = self.args, end_of_turn_ids(self.target), self._draft_to_decode()
+        prompts = self.tau_prompts[args.process_index :: args.world_size]
+        if self._tau_answers is None:
+            self._tau_answers = greedy_answers(self.target, prompts, args.eval_tau_new_tokens, eos_ids)
+        options = args.eval_tau_draft_tokens, args.eval_tau_new_tokens, eos_ids
+        chains = [greedy_chain(self.target, draft, prompt, *options) for prompt in prompts]
+        decoded = [(chain.accepted, chain.tokens) for chain in chains]
+        accepted = replay(self.target, draft, prompts, self._tau_answers, args.eval_tau_draft_tokens)
+        replayed = list(zip(accepted, self._tau_answers, strict=True))
+        decoded, replayed = (
+            tau_of(*zip(*gather_object(pairs), strict=True), args.eval_tau_draft_tokens)
+            for pairs in (decoded, replayed)
+        )
+        acceptance = {f"acceptance/{k}": share for k, share in enumerate(decoded["acceptance_per_position"])}
+        return {"tau": decoded["tau"], "replayed_tau": replayed["tau"]} | acceptance
+
+    def _draft_to_decode(self) -> LlamaForCausalLMEagle3:
+        """A copy as it will be used: in the target's dtype, without the autocast of the training."""
+        embeddings = self.draft.get_input_embeddings()
+        draft = copy.deepcopy(self.draft, {id(embeddings): embeddings})  # these are the target's
+        return self.accelerator.unwrap_model(draft, keep_fp32_wrapper=False).to(self.target.dtype).eval()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Strict, where transformers warns: a checkpoint of another draft is a ValueError."""
+        known = [re.compile(pattern) for pattern in self.draft._keys_to_ignore_on_load_unexpected]
+        unexpected = [key for key in load_result.unexpected_keys if not any(x.search(key) for x in known)]
+        if load_result.missing_keys or unexpected:
+            raise ValueError(
+                f"the checkpoint does not fit this draft: missing {load_result.missing_keys}, unexpected {unexpected}"
+            )
 
     # ---- save and push ----
 
@@ -294,21 +345,55 @@ class Eagle3Trainer(_BaseTrainer):
             return push_draft(self, self.args.output_dir, commit_message, blocking=blocking)
 
 
-class Collator:
-    """Pads rows on the right: `input_ids`, `attention_mask` and `assistant_masks`, each [B,S]."""
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
+    """All rows one after the other, without padding: `input_ids` and `assistant_masks` [1,S], `documents`' lengths."""
+    documents = [length for row in rows for length in row.get("seq_lengths", [len(row["input_ids"])])]
+    flat = {name: torch.tensor([x for row in rows for x in row[name]])[None] for name in TOKENS}
+    return flat | {"documents": documents}
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.pad_token_id = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
-    def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-        def pad(values: Callable, fill: int) -> Tensor:
-            return pad_sequence([torch.tensor(values(row)) for row in rows], batch_first=True, padding_value=fill)
+def pack(dataset: Dataset, max_length: int) -> Dataset:
+    """Documents in rows of at most `max_length` tokens, best fit; their lengths are in the column `seq_lengths`."""
+    return pack_dataset(dataset, max_length, map_kwargs={"load_from_cache_file": False, "desc": "Packing"})
 
-        return {
-            "input_ids": pad(lambda row: row["input_ids"], self.pad_token_id),
-            "attention_mask": pad(lambda row: [1] * len(row["input_ids"]), 0),
-            "assistant_masks": pad(lambda row: row["assistant_masks"], 0),
-        }
+
+def find_tau_prompts(dataset: Dataset | None, args: Eagle3Config) -> list[list[int]]:
+    """The first held-out prompts. Raises ValueError when there is none."""
+    prompts = held_out_prompts(dataset or [], args.eval_tau_prompts, args.eval_tau_prompt_length)
+    if not prompts:
+        raise ValueError(
+            f"eval_tau_prompts is {args.eval_tau_prompts}, but no held-out prompt has at most eval_tau_prompt_length "
+            f"{args.eval_tau_prompt_length} tokens: raise it, or give an eval_dataset (--eval_samples)"
+        )
+    return prompts
+
+
+class StopWhenTauFalls(TrainerCallback):
+    """Ends the training after `patience` evaluations in a row without a better tau.
+
+    transformers' EarlyStoppingCallback counts in memory, and starts again when a run is resumed. This one reads the
+    logged history, which the checkpoints hold; a run that had stopped stops again before it evaluates or saves.
+    """
+
+    def __init__(self, patience: int):
+        self.patience = patience
+
+    def fell(self, args: Eagle3Config, state: TrainerState) -> bool:
+        name = "eval_" + args.metric_for_best_model.removeprefix("eval_")
+        taus = [entry[name] for entry in state.log_history if name in entry]
+        return len(taus) > self.patience and max(taus[-self.patience :]) <= max(taus[: -self.patience])
+
+    def on_evaluate(self, args: Eagle3Config, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.fell(args, state):
+            logger.warning("%s fell: stopping at step %d", args.metric_for_best_model, state.global_step)
+            control.should_training_stop = True
+
+    def on_step_end(self, args: Eagle3Config, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.fell(args, state):
+            control.should_training_stop = True
+            control.should_log = control.should_evaluate = control.should_save = False
+
+    on_epoch_end = on_step_end
 
 
 def check_draft_options(draft: LlamaForCausalLMEagle3, args: Eagle3Config) -> None:

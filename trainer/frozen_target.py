@@ -1,11 +1,16 @@
 """The frozen target: loading it, and reading off what the draft learns from.
 
-Shapes: B batch, S sequence, H hidden size of the target.
+Shapes: S tokens of one row, h heads, kv key heads, d head size, H hidden size of the target.
 """
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 
 def load_target(
@@ -49,17 +54,76 @@ def load_target(
 
 @torch.no_grad()
 def capture(
-    target: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, layer_ids: list[int]
+    target: PreTrainedModel,
+    input_ids: Tensor,
+    documents: list[int] | None,
+    layer_ids: list[int],
+    tokens_at_once: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the target's body on input_ids [B,S] -> (captured states [B,S,3H] low to high, last state [B,S,H]).
+    """Run the target's body on documents in one row [1,S] -> (captured states [1,S,3H] low to high, last [1,S,H]).
 
-    The last state is after the final norm: the head applied to it gives the target's logits.
+    The last state is after the final norm: the head applied to it gives the target's logits. Nothing is seen across
+    the ends of documents (None: the row is one). With `tokens_at_once` the target reads whole documents, at most so
+    many tokens in one pass.
     """
-    # A list records only these entries (transformers >= 5.23), numbered as in `hidden_states`.
-    output = target.get_decoder()(
-        input_ids=input_ids, attention_mask=attention_mask, use_cache=False, output_hidden_states=list(layer_ids)
-    )
-    return torch.cat([output.hidden_states[i] for i in layer_ids], dim=-1), output.last_hidden_state
+    parts, start = [], 0
+    for group in group_documents([input_ids.shape[1]] if documents is None else documents, tokens_at_once):
+        ids = input_ids[:, start : start + sum(group)]
+        start += sum(group)
+        positions = torch.cat([torch.arange(length, device=ids.device) for length in group])[None]
+        with attention_by_document(target):
+            # A list records only these entries (transformers >= 5.23), numbered as in `hidden_states`.
+            output = target.get_decoder()(
+                input_ids=ids,
+                position_ids=positions,
+                use_cache=False,
+                output_hidden_states=list(layer_ids),
+                documents=group,
+            )
+        features = torch.cat([output.hidden_states[i] for i in layer_ids], dim=-1)
+        parts.append((features, output.last_hidden_state))
+    return tuple(x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in zip(*parts, strict=True))
+
+
+def group_documents(documents: list[int], tokens_at_once: int | None) -> list[list[int]]:
+    """Consecutive documents, together at most `tokens_at_once` long; a longer one stands alone."""
+    if tokens_at_once is None:
+        return [documents]
+    groups: list[list[int]] = []
+    for length in documents:
+        if not groups or sum(groups[-1]) + length > tokens_at_once:
+            groups.append([])
+        groups[-1].append(length)
+    return groups
+
+
+@contextlib.contextmanager
+def attention_by_document(target: PreTrainedModel) -> Iterator[None]:
+    """Within, sdpa and eager attention see one document each, without a mask; flash kernels do so by themselves.
+
+    transformers 5.24 would give sdpa a mask [S,S] for such rows.
+    """
+    before = target.config._attn_implementation
+    if before in ("sdpa", "eager"):
+        target.config._attn_implementation = "eagle3_documents"
+    try:
+        yield
+    finally:
+        target.config._attn_implementation = before
+
+
+def document_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, documents: list[int], **_: Any
+) -> tuple[Tensor, None]:
+    """Causal attention within each document: query [1,h,S,d], key and value [1,kv,S,d] -> [1,S,h,d]."""
+    parts = zip(*(x.split(documents, dim=2) for x in (query, key, value)), strict=True)
+    outputs = [
+        F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True, scale=module.scaling) for part in parts
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register("eagle3_documents", document_attention)
 
 
 def end_of_turn_ids(target: PreTrainedModel) -> list[int]:

@@ -42,6 +42,17 @@ def _copy_layer(ours: Eagle3Layer, theirs: nn.Module, hidden_size: int) -> None:
         # The hidden state is the second half of the input of a layer that also reads the embedding.
         getattr(ours.self_attn, name).weight[:, -hidden_size:] = getattr(theirs.self_attn, name).weight
     ours.self_attn.o_proj.weight.copy_(theirs.self_attn.o_proj.weight)
-    ours.mlp.load_state_dict(theirs.mlp.state_dict())
+    _copy_mlp(ours.mlp, theirs.mlp)
     ours.hidden_norm.weight.copy_(theirs.input_layernorm.weight)
     ours.post_attention_layernorm.weight.copy_(theirs.post_attention_layernorm.weight)
+
+
+def _copy_mlp(ours: nn.Module, theirs: nn.Module) -> None:
+    """The same function, in a wider MLP too: what its additional units (random) compute, down_proj multiplies by 0."""
+    width, own = theirs.down_proj.weight.shape[1], ours.down_proj.weight.shape[1]
+    if own < width:
+        raise ValueError(f"init_layers needs the target's intermediate_size {width} or more; the draft's is {own}")
+    ours.gate_proj.weight[:width] = theirs.gate_proj.weight
+    ours.up_proj.weight[:width] = theirs.up_proj.weight
+    ours.down_proj.weight.zero_()
+    ours.down_proj.weight[:, :width] = theirs.down_proj.weight

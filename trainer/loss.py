@@ -43,10 +43,19 @@ class ChainLoss:
     covered: Tensor
 
 
-def predicted_tokens(assistant_mask: Tensor) -> Tensor:
-    """[B,S] bool: token t and the one after it are the assistant's, so the target's distribution at t is learned."""
-    mask = assistant_mask.bool()
-    return F.pad(mask[:, :-1] & mask[:, 1:], (0, 1), value=False)
+def document_places(mask: Tensor, documents: list[int] | None) -> Tensor:
+    """[S]: each token's place in its document, from 0. mask [B,S]."""
+    lengths = [mask.shape[1]] if documents is None else documents
+    return torch.cat([torch.arange(length, device=mask.device) for length in lengths])
+
+
+def predicted_tokens(assistant_mask: Tensor, documents: list[int] | None = None) -> Tensor:
+    """[B,S] bool: token t and the one after it are the assistant's, so the target's distribution at t is learned.
+
+    Not at a document's first token, since no slot lies before it, nor at its last.
+    """
+    mask, inner = assistant_mask.bool(), document_places(assistant_mask, documents) > 0
+    return F.pad(mask[:, :-1] & mask[:, 1:] & inner[:-1] & inner[1:], (0, 1), value=False)
 
 
 @torch.no_grad()
@@ -85,8 +94,8 @@ def row_argmax(x: Tensor) -> Tensor:
 class SoftCrossEntropy(torch.autograd.Function):
     """Loss and gradients of the whole chain, chunk by chunk over the supervised tokens.
 
-    Inputs: whether gradients are wanted; rows and tokens of the supervised [n], tokens ascending; target_states
-    [B,S,H], target_head [V,H], kept_ids [D] or None, head [D,H], K states [B,S,H].
+    Inputs: whether gradients are wanted; rows, tokens and places in their documents of the supervised [n], places
+    ascending; target_states [B,S,H], target_head [V,H], kept_ids [D] or None, head [D,H], K states [B,S,H].
     Outputs: the weighted sum of the loss in fp32; hits [K,n]: the draft's top-1 is the target's; in_draft [n]: the
     target's top-1 lies in the draft vocabulary.
     """
@@ -97,6 +106,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         training: bool,
         row: Tensor,
         token: Tensor,
+        place: Tensor,
         target_states: Tensor,
         target_head: Tensor,
         kept_ids: Tensor | None,
@@ -109,7 +119,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=head.device)
         hits = torch.zeros(len(states), len(row), dtype=torch.bool, device=head.device)
         in_draft = torch.zeros(len(row), dtype=torch.bool, device=head.device)
-        d_head = torch.zeros_like(head, dtype=torch.float32) if training and ctx.needs_input_grad[6] else None
+        d_head = torch.zeros_like(head, dtype=torch.float32) if training and ctx.needs_input_grad[7] else None
         d_states = [torch.zeros_like(state) if training else None for state in states]
 
         steps = torch.arange(len(states), device=head.device)
@@ -122,8 +132,8 @@ class SoftCrossEntropy(torch.autograd.Function):
             in_draft[chunk] = covered
             if not covered.all():
                 chunk, probabilities, top1 = chunk[covered], probabilities[covered], top1[covered]
-            # Step k has no slot for tokens 0..k; they come first.
-            skipped = (token[chunk, None] <= steps).sum(0).tolist()
+            # Step k has no slot for a document's tokens 0..k; they come first.
+            skipped = (place[chunk, None] <= steps).sum(0).tolist()
             for k, (state, d_state) in enumerate(zip(states, d_states, strict=True)):
                 tokens, wanted, decay = chunk[skipped[k] :], probabilities[skipped[k] :], STEP_DECAY**k
                 slots = row[tokens], token[tokens] - 1 - k
@@ -153,7 +163,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         d_head, *d_states = ctx.saved_tensors
         # In place: a second backward through the same graph is autograd's error, not a wrong gradient.
         d_states = [d_state.mul_(d_total) for d_state in d_states]
-        return *[None] * 6, None if d_head is None else d_head.mul_(d_total).to(ctx.head_dtype), *d_states
+        return *[None] * 7, None if d_head is None else d_head.mul_(d_total).to(ctx.head_dtype), *d_states
 
 
 def chain_loss(
@@ -163,6 +173,7 @@ def chain_loss(
     target_head: Tensor,
     assistant_mask: Tensor,
     kept_ids: Tensor | None,
+    documents: list[int] | None = None,
 ) -> ChainLoss:
     """Sum of the loss over all steps and supervised slots, and what the chain got right.
 
@@ -171,17 +182,20 @@ def chain_loss(
         target_states: the target's last hidden state after its final norm [B,S,H]. target_head: [V,H].
         assistant_mask: [B,S], 1 on the assistant's tokens.
         kept_ids: target ids of the draft vocabulary [D], ascending; None when D = V.
+        documents: lengths of the documents that the one row [1,S] consists of; the row is one when None.
     """
-    wanted = predicted_tokens(assistant_mask)
-    wanted[:, 0] = False  # no slot before token 0 could predict it
-    token, row = wanted.T.nonzero(as_tuple=True)  # n supervised tokens, ascending
+    wanted, places = predicted_tokens(assistant_mask, documents), document_places(assistant_mask, documents)
+    row, token = wanted.nonzero(as_tuple=True)
+    by_place = places[token].argsort(stable=True)
+    row, token = row[by_place], token[by_place]
+    place = places[token]  # n supervised tokens, ascending
     total, hits, in_draft = SoftCrossEntropy.apply(
-        torch.is_grad_enabled(), row, token, target_states, target_head, kept_ids, head, *states
+        torch.is_grad_enabled(), row, token, place, target_states, target_head, kept_ids, head, *states
     )
     alive = alive_supervised = torch.ones_like(wanted)
     counts = []
     for k in range(len(states)):
-        real = token > k
+        real = place > k
         rows, slots = row[real], token[real] - 1 - k
         correct, supervised = torch.zeros_like(wanted), torch.zeros_like(wanted)  # [B,S] by slot
         correct[rows, slots] = hits[k, real]

@@ -13,11 +13,14 @@ of the block, as in ring attention; those of the diagonals are elementwise again
     CUDA, fp32         memory-efficient      repeated         additive [B,1,1,S], broadcast
     any other          the dense reference, [S,S]
 
+Documents in one row are a kernel call each: the same work as apart, without padding. The diagonals know no neighbours.
+
 Right padding needs no mask: a real slot never sees a later one. What padding slots get is finite and means nothing.
 
 Shapes: B batch, S slots, h heads, g key heads, r = h / g queries a key head, d head size, k TTT step.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,15 +34,31 @@ aten = torch.ops.aten
 
 
 def flash_ttt_attention(
-    query: Tensor, keys: list[Tensor], values: list[Tensor], attention_mask: Tensor | None
+    query: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    attention_mask: Tensor | None,
+    documents: list[int] | None = None,
 ) -> Tensor:
     """Attention of TTT step k: step-0 keys causally, own slot's keys of steps 1..k.
 
-    query [B,h,S,d]; keys and values: k + 1 tensors [B,g,S,d], step 0 first; attention_mask [B,S], 0 on padding.
+    query [B,h,S,d]; keys and values: k + 1 tensors [B,g,S,d], step 0 first; attention_mask [B,S], 0 on padding;
+    documents: lengths of the documents that S slots consist of, each of which sees only itself.
+
+    Raises:
+        ValueError: a device without these kernels.
     """
     if query.device.type not in ("cpu", "cuda"):
-        return ttt_attention(query, keys, values, attention_mask)
-    return TTTAttention.apply(query, padding_bias(attention_mask, query), *keys, *values)
+        raise ValueError(f"no flash kernel on {query.device.type!r}: set ttt_attention to 'eager' or 'auto'")
+    documents = [query.shape[2]] if documents is None else documents
+    return TTTAttention.apply(query, padding_bias(attention_mask, query), documents, *keys, *values)
+
+
+def choose_ttt_attention(name: str, device: torch.device) -> Callable[..., Tensor]:
+    """The attention for "flash", "eager", or "auto": flash where the device has its kernels."""
+    if name == "auto":
+        name = "flash" if device.type in ("cpu", "cuda") else "eager"
+    return {"flash": flash_ttt_attention, "eager": ttt_attention}[name]
 
 
 def padding_bias(attention_mask: Tensor | None, query: Tensor) -> Tensor | None:
@@ -77,9 +96,9 @@ def causal_block_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor | None,
     output: Tensor,
     lse: Tensor,
+    bias: Tensor | None,
     extra: tuple,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value through the block, given the output and log-sum-exp of *all* keys."""
@@ -103,13 +122,15 @@ def causal_block_backward(
 
 
 class TTTAttention(torch.autograd.Function):
-    """(query, bias, k + 1 keys, k + 1 values) -> output [B,h,S,d]. The merge is in fp32 whatever the dtype."""
+    """(query, bias, documents, k + 1 keys, k + 1 values) -> output [B,h,S,d]. The merge is in fp32 in any dtype."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, bias: Tensor | None, *keys_values: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, bias: Tensor | None, documents: list[int], *keys_values: Tensor) -> Tensor:
         steps = len(keys_values) // 2
         keys, values = keys_values[:steps], keys_values[steps:]
-        output, lse, ctx.extra = causal_block(query, keys[0], values[0], bias)
+        parts = split_slots(documents, query, keys[0], values[0])
+        outputs, lses, ctx.extras = zip(*(causal_block(*part, bias) for part in parts), strict=True)
+        output, lse = join_slots(outputs), join_slots(lses)
         weights = None
         if steps > 1:
             grouped = by_group(query.float(), keys[0])  # [B,g,r,S,d]
@@ -122,6 +143,7 @@ class TTTAttention(torch.autograd.Function):
             for weight, value in zip(weights[1:], values[1:], strict=True):
                 output.addcmul_(by_group(weight[..., None], value), value[:, :, None].float())
             output = output.flatten(1, 2).to(query.dtype)
+        ctx.documents = documents
         ctx.save_for_backward(query, bias, output, lse, weights, *keys_values)
         return output
 
@@ -131,7 +153,9 @@ class TTTAttention(torch.autograd.Function):
         query, bias, output, lse, weights, *keys_values = ctx.saved_tensors
         steps = len(keys_values) // 2
         keys, values = keys_values[:steps], keys_values[steps:]
-        d_query, *block = causal_block_backward(d_output, query, keys[0], values[0], bias, output, lse, ctx.extra)
+        parts = split_slots(ctx.documents, d_output, query, keys[0], values[0], output, lse)
+        blocks = [causal_block_backward(*part, bias, extra) for part, extra in zip(parts, ctx.extras, strict=True)]
+        d_query, *block = (join_slots(gradients) for gradients in zip(*blocks, strict=True))
         d_keys, d_values = block[:1], block[1:]
         if steps > 1:
             scale = query.shape[-1] ** -0.5
@@ -145,7 +169,16 @@ class TTTAttention(torch.autograd.Function):
                 d_keys.append((d_score[..., None] * grouped).sum(2).to(key.dtype))
                 d_values.append((weight[..., None] * d_grouped).sum(2).to(value.dtype))
             d_query = d_query.flatten(1, 2).to(query.dtype)
-        return d_query, None, *d_keys, *d_values
+        return d_query, None, None, *d_keys, *d_values
+
+
+def split_slots(documents: list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors [B,heads,S,...] of one document after the other."""
+    return zip(*(x.split(documents, dim=2) for x in tensors), strict=True)
+
+
+def join_slots(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def by_group(x: Tensor, key: Tensor) -> Tensor:
