@@ -148,6 +148,6 @@ class Eagle3Config(_BaseConfig):
             together = together and self.save_steps == self.eval_steps
         if not together and self.save_strategy != "best":
             raise ValueError(
-                f"save_strategy is {self.save_strategy.value!r}, save_steps {self.save_steps}: the best draft by tau must "
-                f"be on disk, so save when evaluating: {self.eval_strategy.value!r}, eval_steps {self.eval_steps}"
+                f"the best draft by tau must be on disk, but save_strategy is {self.save_strategy.value!r}, save_steps"
+                f" {self.save_steps}; save when evaluating: {self.eval_strategy.value!r}, eval_steps {self.eval_steps}"
             )

@@ -139,7 +139,8 @@ class TTTAttention(torch.autograd.Function):
             scores = torch.stack([lse, *own])  # [k+1,B,h,S]
             lse = scores.logsumexp(0)
             weights = (scores - lse).exp()
-            output = by_group(output.float() * weights[0, ..., None], keys[0])
+            # In place: it keeps the kernel's layout [B,S,h,d], which o_proj reads without a copy.
+            output = by_group(output.float().mul_(weights[0, ..., None]), keys[0])
             for weight, value in zip(weights[1:], values[1:], strict=True):
                 output.addcmul_(by_group(weight[..., None], value), value[:, :, None].float())
             output = output.flatten(1, 2).to(query.dtype)
@@ -178,7 +179,8 @@ def split_slots(documents: list[int], *tensors: Tensor) -> Iterator[tuple[Tensor
 
 
 def join_slots(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    """The inverse, laid out as [B,S,heads,...] in memory, as the kernels do."""
+    return parts[0] if len(parts) == 1 else torch.cat([x.transpose(1, 2) for x in parts], dim=1).transpose(1, 2)
 
 
 def by_group(x: Tensor, key: Tensor) -> Tensor:
