@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -58,9 +58,9 @@ class Eagle3Output(ModelOutput):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B,heads,S,d], multiplied in fp32 whatever the model's dtype."""
+    """Rotary embedding of x [B,S,heads,d], multiplied in fp32 whatever the model's dtype."""
     x1, x2 = x.float().chunk(2, dim=-1)
-    half_cos, half_sin = cos[:, None].chunk(2, dim=-1)[0], sin[:, None].chunk(2, dim=-1)[0]
+    half_cos, half_sin = cos[:, :, None].chunk(2, dim=-1)[0], sin[:, :, None].chunk(2, dim=-1)[0]
     return torch.cat((x1 * half_cos - x2 * half_sin, x2 * half_cos + x1 * half_sin), dim=-1).to(x.dtype)
 
 
@@ -132,8 +132,9 @@ class Eagle3Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         shape = (*x.shape[:2], -1, self.head_dim)
-        query, key, value = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        output = attend(self.layer_idx, rotate(query, *rotary), rotate(key, *rotary), value)  # [B,h,S,d]
+        query, key, value = (proj(x).view(shape) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        heads = (states.transpose(1, 2) for states in (rotate(query, *rotary), rotate(key, *rotary), value))
+        output = attend(self.layer_idx, *heads)  # [B,h,S,d]
         return self.o_proj(output.transpose(1, 2).flatten(2))
 
 
@@ -376,7 +377,12 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
             self.write_card(save_directory)
 
     def write_card(
-        self, folder: str, repo: str | None = None, datasets: list[str] | None = None, **facts: Any
+        self,
+        folder: str,
+        repo: str | None = None,
+        datasets: list[str] | None = None,
+        eval_results: list[EvalResult] | None = None,
+        **facts: Any,
     ) -> None:
         """Render hub_card.md into `folder`/README.md; `facts` are its other variables. Without the template, nothing.
 
@@ -385,17 +391,19 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
         template = Path(__file__).with_name("hub_card.md")
         if not template.exists():
             return
-        adapted = facts.get("adapted_draft")
+        repo = repo or Path(folder).name
+        title, adapted = Path(repo).name, facts.get("adapted_draft")
         card = ModelCardData(
             base_model=adapted or self.config.target_name,
             datasets=datasets or None,
+            eval_results=eval_results or None,
+            model_name=title if eval_results else None,
             library_name="transformers",
             pipeline_tag="text-generation",
             tags=["eagle3", "speculative-decoding", "draft-model", *([] if adapted else ["custom_generate"])],
         )
-        repo = repo or Path(folder).name
         ModelCard.from_template(
-            card, template_path=str(template), repo=repo, title=Path(repo).name, config=self.config, **facts
+            card, template_path=str(template), repo=repo, title=title, config=self.config, **facts
         ).save(Path(folder) / "README.md")
 
     def _copy_decoding(self, folder: str) -> None:

@@ -46,6 +46,7 @@ from eagle3_llama.configuration_eagle3_llama import Eagle3LlamaConfig
 from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
 from eagle3_llama.trainer.hub import provenance
 from eagle3_llama.trainer.loss import chain_loss
+from eagle3_llama.trainer.spare_activations import spare_activations
 from eagle3_llama.trainer.ttt_attention import flash_ttt_attention
 
 ROOT = Path(__file__).parents[1]
@@ -91,6 +92,7 @@ def random_draft(geometry: str, layers: int, dtype: torch.dtype) -> LlamaForCaus
     embeddings = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype).requires_grad_(False)
     draft.bind_target(SimpleNamespace(config=target_config, get_input_embeddings=lambda: embeddings))
     draft.ttt_attention = flash_ttt_attention
+    spare_activations(draft)
     return draft.train()
 
 
@@ -111,11 +113,17 @@ def random_inputs(draft: LlamaForCausalLMEagle3, slots: int, dtype: torch.dtype)
     }
 
 
-def training_step(accelerator: Accelerator, model: nn.Module, draft: LlamaForCausalLMEagle3, inputs, steps: int):
+def training_step(accelerator: Accelerator, model: nn.Module, draft, inputs, steps: int, checkpoint_steps=False):
     """Forward and backward, by the calls of Eagle3Trainer; one document, every token the assistant's."""
     ids = inputs["input_ids"]
     documents = [ids.shape[1]]
-    output = model(input_ids=ids, hidden_states=inputs["features"], documents=documents, ttt_steps=steps)
+    output = model(
+        input_ids=ids,
+        hidden_states=inputs["features"],
+        documents=documents,
+        ttt_steps=steps,
+        checkpoint_steps=checkpoint_steps,
+    )
     with accelerator.autocast():
         result = chain_loss(
             output.hidden_states,
@@ -169,7 +177,8 @@ def measure_step(args: argparse.Namespace, slots: int, layers: int) -> dict:
     model = accelerator.prepare_model(draft)
     before, times = peak_mb(args.device), []
     for _ in range(args.warmup + args.iters):
-        times.append(timed(lambda: training_step(accelerator, model, draft, inputs, args.ttt_steps), args.device))
+        step = (accelerator, model, draft, inputs, args.ttt_steps, args.checkpoint_steps)
+        times.append(timed(lambda step=step: training_step(*step), args.device))
         draft.zero_grad(set_to_none=True)
     wall_s, cpu_s = (statistics.median(column) for column in zip(*times[args.warmup :], strict=True))
     peak = peak_mb(args.device)
@@ -280,6 +289,7 @@ def command(args: argparse.Namespace, engine: str, slots: int, layers: int) -> t
     if engine == OURS:
         words = [__file__, "--one", slots, layers, *counts, "--iters", args.iters, "--ttt_steps", args.ttt_steps]
         words += ["--geometry", args.geometry, "--device", args.device, "--dtype", args.dtype]
+        words += ["--checkpoint_steps"] if args.checkpoint_steps else []
         environment = {}
     elif engine == "SpecForge":
         words = [f"{args.peers_dir}/specforge_step.py", "--one", *counts, "--iters", args.iters, "--seq", slots]
@@ -341,7 +351,10 @@ def load_results(path: Path, header: dict) -> dict:
 def measure_all(args: argparse.Namespace, path: Path) -> dict:
     """Every cell that `path` does not hold yet, one process after another."""
     header = {key: value for key, value in provenance().items() if key != "command"}
-    header |= {key: getattr(args, key) for key in "device dtype geometry ttt_steps threads warmup iters".split()}
+    header |= {
+        key: getattr(args, key)
+        for key in "device dtype geometry ttt_steps threads warmup iters checkpoint_steps".split()
+    }
     results = load_results(path, header)
     done = {(cell["engine"], cell["S"], cell["N"]) for cell in results["cells"]}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -608,6 +621,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", help="S; default 512 1024 2048 4096, on a GPU 2048 8192")
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 2, 3], help="N (default 1 2 3)")
     parser.add_argument("--ttt_steps", type=int, default=7, help="K (default 7)")
+    parser.add_argument("--checkpoint_steps", action="store_true", help="with checkpoints, as the trainer's option")
     parser.add_argument("--threads", type=int, help="default 1, with --parts all cores")
     parser.add_argument("--warmup", type=int, help="untimed steps first (default 1, with --parts 3)")
     parser.add_argument("--iters", type=int, help="timed steps (default 3, with --parts 20)")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from test_ttt_attention import LargestAllocation, assert_same
 from toy import ALL_SHAPES, toy_draft, toy_rows, toy_target, toy_tokenizer
 from toy import capture as naive_capture
@@ -11,6 +12,7 @@ from eagle3_llama.trainer.eagle3_config import Eagle3Config
 from eagle3_llama.trainer.eagle3_trainer import Eagle3Trainer, collate, pack
 from eagle3_llama.trainer.frozen_target import capture, group_documents
 from eagle3_llama.trainer.loss import chain_loss
+from eagle3_llama.trainer.spare_activations import spare_activations
 from eagle3_llama.trainer.ttt_attention import choose_ttt_attention, flash_ttt_attention
 
 LENGTHS = [9, 1, 14, 2, 6]
@@ -37,7 +39,7 @@ def step(draft, target, tokens, mask, lengths, steps, **options):
     output = draft(tokens, features, documents=lengths, ttt_steps=steps, **options)
     head, target_head = draft.lm_head.weight, target.lm_head.weight.detach()
     result = chain_loss(output.hidden_states, head, states, target_head, mask, draft.kept_ids(), lengths)
-    names, leaves = zip(*draft.named_parameters(), strict=True)
+    names, leaves = zip(*((n, p) for n, p in draft.named_parameters() if p.requires_grad), strict=True)
     gradients = torch.autograd.grad(result.loss, leaves, allow_unused=True, materialize_grads=True)
     counts = {name: getattr(result, name).float() for name in ("correct", "supervised", "joint", "covered")}
     return {"loss": result.loss.detach()} | counts | dict(zip(names, gradients, strict=True))
@@ -153,27 +155,44 @@ def test_training_goes_over_every_token_once(tmp_path, target, option):
     assert (max(lengths) > 2) == bool(option.get("packing"))
 
 
+def step_and_kept_bytes(draft, target, **options):
+    """A step's losses and gradients, and the bytes that its graph keeps besides the weights."""
+    kept, weights = {}, {p.untyped_storage().data_ptr() for p in draft.parameters()}
+
+    def keep(x):
+        if x.untyped_storage().data_ptr() not in weights:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        return step(draft, target, *documents(), LENGTHS, 7, **options), sum(kept.values())
+
+
 @pytest.mark.parametrize(("layers", "fusion"), ALL_SHAPES)
-def test_checkpointed_steps_have_equal_gradients_and_keep_less(target, layers, fusion):
+def test_checkpointed_steps_and_spared_activations_have_equal_gradients_and_keep_less(target, layers, fusion):
     draft = toy_draft(target, num_hidden_layers=layers, embed_fusion=fusion)
     draft.ttt_attention = flash_ttt_attention
-    tokens, mask = documents()
+    whole, whole_bytes = step_and_kept_bytes(draft, target)
+    checkpointed, checkpointed_bytes = step_and_kept_bytes(draft, target, checkpoint_steps=True)
+    spare_activations(draft)
+    spared, spared_bytes = step_and_kept_bytes(draft, target)
+    both, both_bytes = step_and_kept_bytes(draft, target, checkpoint_steps=True)
+    for other in (checkpointed, spared, both):
+        assert_same(other, whole, rtol=0, atol=0)
+    assert spared_bytes < 0.75 * whole_bytes
+    assert max(checkpointed_bytes, both_bytes) < 0.5 * whole_bytes
 
-    def run(**options):
-        kept = {}
 
-        def keep(x):
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            return step(draft, target, tokens, mask, LENGTHS, 7, **options), sum(kept.values())
-
-    whole, bytes_whole = run()
-    checkpointed, bytes_checkpointed = run(checkpoint_steps=True)
-    assert_same(checkpointed, whole, rtol=1e-6, atol=1e-7)
-    weights = sum(p.numel() * p.element_size() for p in draft.parameters())
-    assert bytes_checkpointed - weights < 0.5 * (bytes_whole - weights)
+def test_activations_are_spared_with_a_lora_on_every_projection(target):
+    draft = toy_draft(target, num_hidden_layers=2)
+    draft.ttt_attention = flash_ttt_attention
+    projections = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+    get_peft_model(draft, LoraConfig(target_modules=projections, init_lora_weights=False))
+    whole, whole_bytes = step_and_kept_bytes(draft, target)
+    spare_activations(draft)
+    spared, spared_bytes = step_and_kept_bytes(draft, target)
+    assert_same(spared, whole, rtol=0, atol=0)
+    assert spared_bytes < 0.85 * whole_bytes
 
 
 def test_a_packed_step_with_its_target_allocates_neither_slots_by_slots_nor_tokens_by_vocabulary(monkeypatch):

@@ -40,6 +40,7 @@ from eagle3_llama.trainer.hub import is_hub_name, push_draft, write_card
 from eagle3_llama.trainer.initialise import initialise_from_target
 from eagle3_llama.trainer.loss import ChainLoss, chain_loss, predicted_tokens
 from eagle3_llama.trainer.records import ROWS, TOKENS, normalise_dataset
+from eagle3_llama.trainer.spare_activations import spare_activations
 from eagle3_llama.trainer.ttt_attention import choose_ttt_attention
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class Eagle3Trainer(_BaseTrainer):
         else:
             check_draft_options(model, args)
         self.draft = model.bind_target(target)
+        spare_activations(self.draft)
         if model.config.target_name is None and is_hub_name(target.config._name_or_path):
             model.config.target_name = target.config._name_or_path
         if peft_config is not None:
