@@ -48,7 +48,7 @@ from trl import TrlParser
 from eagle3_llama.configuration_eagle3_llama import Eagle3LlamaConfig
 from eagle3_llama.evaluation.acceptance import drop_newest, greedy_chain, propose
 from eagle3_llama.evaluation.bench_decode import seconds
-from eagle3_llama.evaluation.replay import greedy_answers, replay
+from eagle3_llama.evaluation.replay import captured_states, greedy_answers, replay
 from eagle3_llama.evaluation.tasks import TASKS, load_task
 from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
 from eagle3_llama.trainer import run
@@ -244,9 +244,12 @@ def cached_answers(path: Path, key: str, target: PreTrainedModel, tokenizer, arg
     return answers
 
 
-def measure(target: PreTrainedModel, draft: PreTrainedModel, answers: dict, num_draft_tokens: int) -> dict:
+def measure(
+    target: PreTrainedModel, draft: PreTrainedModel, answers: dict, num_draft_tokens: int, features: dict
+) -> dict:
     """By task and question: new tokens, target passes, and passes that accepted at least 1..K draft tokens.
 
+    `features` keeps the target's states of every question: they are the same for all cells, and most of the time.
     The first question of each task is decoded as well: `decoded_the_same` of `decoded` had the replay's passes.
     """
     figures, same = {}, 0
@@ -254,7 +257,11 @@ def measure(target: PreTrainedModel, draft: PreTrainedModel, answers: dict, num_
     for task, records in answers.items():
         new, accepted = [], []
         for record in records:
-            passes = replay(target, draft, record["prompts"], record["answers"], num_draft_tokens)
+            texts, question = (record["prompts"], record["answers"]), (task, record["question_id"])
+            if question not in features:
+                layers = draft.config.eagle_aux_hidden_state_layer_ids
+                features[question] = [states.cpu() for states in captured_states(target, layers, *texts)]
+            passes = replay(target, draft, *texts, num_draft_tokens, features[question])
             accepted.append([count for turn in passes for count in turn])
             new.append(sum(len(answer) - 1 for answer in record["answers"]))  # the prompt's pass made the first
             if record is records[0]:
@@ -710,11 +717,13 @@ def prepare(args: argparse.Namespace, extra: list[str], folder: Path) -> tuple[l
     return cells, target, answers, key
 
 
-def measure_cell(cell: Cell, folder: Path, target: PreTrainedModel, answers: dict, key: str, num_draft_tokens: int):
+def measure_cell(
+    cell: Cell, folder: Path, target: PreTrainedModel, answers: dict, key: str, num_draft_tokens: int, features: dict
+) -> None:
     """Measure a trained cell and write its result."""
     with on_device(target):
         draft = LlamaForCausalLMEagle3.from_pretrained(folder, dtype=target.dtype).to(target.device)
-        figures = measure(target, draft.bind_target(target).eval(), answers, num_draft_tokens)
+        figures = measure(target, draft.bind_target(target).eval(), answers, num_draft_tokens, features)
     kept = draft.kept_ids()
     result = {"shape": cell.shape, **asdict(cell), "key": key}
     result |= {"parameters": sum(parameter.numel() for parameter in draft.parameters())}
@@ -727,7 +736,7 @@ def ablate(args: argparse.Namespace, extra: list[str], lock: int) -> None:
     """Train and measure what is not done yet, with a report after each cell."""
     root = Path(args.output_dir)
     cells, target, answers, key = prepare(args, extra, root)
-    minutes = []
+    minutes, features = [], {}
     for number, cell in enumerate(cells, 1):
         folder, title = root / cell.folder, f"[{number}/{len(cells)}] {cell.shape}, seed {cell.seed}"
         if read_result(folder, key) is None:
@@ -737,7 +746,7 @@ def ablate(args: argparse.Namespace, extra: list[str], lock: int) -> None:
             start = time.perf_counter()
             command = training_command(args.recipe, extra, cell, args.output_dir)
             if train(command, folder, args.max_minutes, lock):
-                measure_cell(cell, folder, target, answers, key, args.num_draft_tokens)
+                measure_cell(cell, folder, target, answers, key, args.num_draft_tokens, features)
             minutes.append((time.perf_counter() - start) / 60)
         result = read_result(folder, key)
         outcome = f"mean tau {tau_per_task(result).mean():.3f}" if result else "out of minutes"

@@ -467,7 +467,7 @@ def figure(results: dict, path: Path) -> None:
 
 def run_cuda_tests() -> bool:
     """The parity tests of the CUDA kernels."""
-    words = [sys.executable, "-m", "pytest", "-m", "cuda", "tests/test_ttt_attention.py"]
+    words = [sys.executable, "-m", "pytest", "-m", "cuda", "tests/test_ttt_attention.py", "tests/test_packing.py"]
     return subprocess.run(words, cwd=ROOT, check=False).returncode == 0
 
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
+from eagle3_llama.trainer.frozen_target import capture
+
 
 @torch.no_grad()
 def greedy_answers(
@@ -70,23 +72,37 @@ def replay(
     prompts: list[list[int]],
     answers: list[list[int]],
     num_draft_tokens: int,
+    features: list[Tensor] | None = None,
 ) -> list[list[int]]:
-    """Accepted draft tokens of every target pass, a list a prompt, if its answer were decoded by a greedy chain."""
+    """Accepted draft tokens of every target pass, a list a prompt, if its answer were decoded by a greedy chain.
+
+    `features` are `captured_states` of the same answers, which serve every draft that captures these layers.
+    """
+    if features is None:
+        features = captured_states(target, draft.config.eagle_aux_hidden_state_layer_ids, prompts, answers)
     return [
-        walk(acceptable(target, draft, prompt, answer, num_draft_tokens).tolist())
-        for prompt, answer in zip(prompts, answers, strict=True)
+        walk(acceptable(draft, prompt, answer, num_draft_tokens, states).tolist())
+        for prompt, answer, states in zip(prompts, answers, features, strict=True)
     ]
 
 
+@torch.no_grad()
+def captured_states(
+    target: PreTrainedModel, layers: list[int], prompts: list[list[int]], answers: list[list[int]]
+) -> list[Tensor]:
+    """Captured states [1,S,3H] of the target over each prompt and its answer."""
+    rows = (
+        torch.tensor([prompt + answer], device=target.device) for prompt, answer in zip(prompts, answers, strict=True)
+    )
+    return [capture(target, ids, None, layers)[0] for ids in rows]
+
+
 def acceptable(
-    target: PreTrainedModel, draft: PreTrainedModel, prompt: list[int], answer: list[int], num_draft_tokens: int
+    draft: PreTrainedModel, prompt: list[int], answer: list[int], num_draft_tokens: int, features: Tensor
 ) -> Tensor:
     """How many tokens of a chain after answer token i the target would accept, for all but the last of them [n-1]."""
-    slots, right = len(answer) - 1, []
-    ids = torch.tensor([prompt + answer], device=target.device)  # [1,S]
-    layers = draft.config.eagle_aux_hidden_state_layer_ids
-    output = target.get_decoder()(input_ids=ids, use_cache=False, output_hidden_states=layers)
-    features = torch.cat([output.hidden_states[i] for i in layers], dim=-1)  # [1,S,3H]
+    slots, right, features = len(answer) - 1, [], features.to(draft.device)
+    ids = torch.tensor([prompt + answer], device=draft.device)  # [1,S]
     states = draft(ids, features, ttt_steps=num_draft_tokens).hidden_states  # K of [1,S,H]
     for k, state in enumerate(states):
         # After answer token i the chain starts at slot P - 1 + i; its token k is compared with answer token i + 1 + k.

@@ -301,7 +301,7 @@ def test_counts_are_those_of_real_decoding(folder):
     answers = {"mtbench": ablate.task_answers(target, toy_tokenizer(), "mtbench", str(folder), 2, 12)}
     record = answers["mtbench"][1]
     assert len(record["prompts"]) == 2 and record["prompts"][1][: len(record["prompts"][0])] == record["prompts"][0]
-    figures = ablate.measure(target, draft, answers, 3)
+    figures = ablate.measure(target, draft, answers, 3, {})
     chains = [greedy_chain(target, draft, prompt, 3, 12, [2]) for prompt in record["prompts"]]
     task = figures["tasks"]["mtbench"]
     assert task["new"][1] == sum(len(chain.tokens) - 1 for chain in chains)

@@ -65,17 +65,31 @@ def test_packed_losses_and_gradients_equal_those_of_the_documents_apart(target, 
     assert apart["supervised"][0] >= 10
 
 
-def test_packed_rows_in_bf16_are_near_fp32(target):
-    draft = toy_draft(target, num_hidden_layers=2)
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("layers", "fusion"), ALL_SHAPES)
+def test_packed_losses_and_gradients_equal_those_of_the_documents_apart_on_cuda(layers, fusion):
+    target = toy_target().cuda()
+    draft = toy_draft(target, num_hidden_layers=layers, embed_fusion=fusion).cuda()
+    tokens, mask = (x.cuda() for x in documents())
+    apart = steps_apart(draft, target, tokens, mask, 7)
+    draft.ttt_attention = flash_ttt_attention
+    assert_same(step(draft, target, tokens, mask, LENGTHS, 7), apart, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+@pytest.mark.parametrize(("layers", "fusion"), ALL_SHAPES)
+def test_packed_rows_in_bf16_are_near_fp32(target, layers, fusion, steps):
+    draft = toy_draft(target, num_hidden_layers=layers, embed_fusion=fusion)
     tokens, mask = documents()
-    exact = steps_apart(draft, target, tokens, mask, 3)
+    exact = steps_apart(draft, target, tokens, mask, steps)
 
     def in_bf16(query, keys, values, mask, documents):
         keys, values = [x.bfloat16() for x in keys], [x.bfloat16() for x in values]
         return flash_ttt_attention(query.bfloat16(), keys, values, mask, documents).float()
 
     draft.ttt_attention = in_bf16
-    ours = step(draft, target, tokens, mask, LENGTHS, 3)
+    ours = step(draft, target, tokens, mask, LENGTHS, steps)
     flat, expected = (torch.cat([x[n].flatten() for n, _ in draft.named_parameters()]) for x in (ours, exact))
     assert (flat - expected).norm() < 2e-2 * expected.norm()
 
@@ -128,7 +142,9 @@ def test_packing_fills_rows_and_loses_nothing():
     assert sorted((ids.tolist(), mask.tolist()) for ids, mask in parts) == whole
 
 
-@pytest.mark.parametrize("option", [{}, {"packing": True}, {"train_sampling_strategy": "group_by_length"}])
+@pytest.mark.parametrize(
+    "option", [{}, {"packing": True}, {"train_sampling_strategy": "group_by_length"}, {"optim": "adafactor"}]
+)
 def test_training_goes_over_every_token_once(tmp_path, target, option):
     rows = toy_rows(12)
     args = Eagle3Config(

@@ -18,9 +18,10 @@ from transformers import TrainerState
 from eagle3_llama.evaluation.acceptance import greedy_chain, greedy_plain, measure
 from eagle3_llama.evaluation.replay import greedy_answers, replay, tau_of
 from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
-from eagle3_llama.trainer.eagle3_trainer import Eagle3Trainer, StopWhenTauFalls
+from eagle3_llama.trainer.eagle3_trainer import Eagle3Trainer
 from eagle3_llama.trainer.frozen_target import capture
 from eagle3_llama.trainer.loss import chain_loss
+from eagle3_llama.trainer.training_tau import StopWhenTauFalls
 
 PROMPTS = [[4, 7, 8, 9, 2, 5], [4, 20, 2, 5], [9], list(range(6, 60))]
 

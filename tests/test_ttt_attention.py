@@ -77,10 +77,11 @@ def test_states_and_gradients_equal_the_dense_reference(layers, fusion, steps, k
     assert_same(unroll(draft, flash_ttt_attention, steps), unroll(draft, ttt_attention, steps), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("steps", [1, 7])
-def test_padding_on_either_side_and_holes_equal_the_dense_reference(target, steps, padding):
-    draft = toy_draft(target, num_hidden_layers=2, embed_fusion="all")
+@pytest.mark.parametrize("padding", PADDINGS[1:])
+@pytest.mark.parametrize("steps", [1, 2, 7])
+@pytest.mark.parametrize(("layers", "fusion"), ALL_SHAPES)
+def test_padding_on_either_side_and_holes_equal_the_dense_reference(target, layers, fusion, steps, padding):
+    draft = toy_draft(target, num_hidden_layers=layers, embed_fusion=fusion)
     ours, theirs = (unroll(draft, f, steps, padding) for f in (flash_ttt_attention, ttt_attention))
     assert_same(ours, theirs, rtol=1e-4, atol=1e-5)
 

@@ -24,7 +24,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import PeftConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import pack_dataset
 from trl.trainer.base_trainer import _BaseTrainer
 
@@ -32,7 +32,7 @@ from eagle3_llama.configuration_eagle3_llama import Eagle3LlamaConfig
 from eagle3_llama.evaluation.acceptance import greedy_chain
 from eagle3_llama.evaluation.replay import greedy_answers, replay, tau_of
 from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
-from eagle3_llama.trainer.conversations import held_out_prompts, tokenize_rows
+from eagle3_llama.trainer.conversations import tokenize_rows
 from eagle3_llama.trainer.draft_vocabulary import cached_draft_vocabulary, is_ready
 from eagle3_llama.trainer.eagle3_config import TAU_METRICS, Eagle3Config
 from eagle3_llama.trainer.frozen_target import capture, end_of_turn_ids
@@ -41,6 +41,7 @@ from eagle3_llama.trainer.initialise import initialise_from_target
 from eagle3_llama.trainer.loss import ChainLoss, chain_loss, predicted_tokens
 from eagle3_llama.trainer.records import ROWS, TOKENS, normalise_dataset
 from eagle3_llama.trainer.spare_activations import spare_activations
+from eagle3_llama.trainer.training_tau import StopWhenTauFalls, find_tau_prompts
 from eagle3_llama.trainer.ttt_attention import choose_ttt_attention
 
 logger = logging.getLogger(__name__)
@@ -357,45 +358,6 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
 def pack(dataset: Dataset, max_length: int) -> Dataset:
     """Documents in rows of at most `max_length` tokens, best fit; their lengths are in the column `seq_lengths`."""
     return pack_dataset(dataset, max_length, map_kwargs={"load_from_cache_file": False, "desc": "Packing"})
-
-
-def find_tau_prompts(dataset: Dataset | None, args: Eagle3Config) -> list[list[int]]:
-    """The first held-out prompts. Raises ValueError when there is none."""
-    prompts = held_out_prompts(dataset or [], args.eval_tau_prompts, args.eval_tau_prompt_length)
-    if not prompts:
-        raise ValueError(
-            f"eval_tau_prompts is {args.eval_tau_prompts}, but no held-out prompt has at most eval_tau_prompt_length "
-            f"{args.eval_tau_prompt_length} tokens: raise it, or give an eval_dataset (--eval_samples)"
-        )
-    return prompts
-
-
-class StopWhenTauFalls(TrainerCallback):
-    """Ends the training after `patience` evaluations in a row without a better tau.
-
-    transformers' EarlyStoppingCallback counts in memory, and starts again when a run is resumed. This one reads the
-    logged history, which the checkpoints hold; a run that had stopped stops again before it evaluates or saves.
-    """
-
-    def __init__(self, patience: int):
-        self.patience = patience
-
-    def fell(self, args: Eagle3Config, state: TrainerState) -> bool:
-        name = "eval_" + args.metric_for_best_model.removeprefix("eval_")
-        taus = [entry[name] for entry in state.log_history if name in entry]
-        return len(taus) > self.patience and max(taus[-self.patience :]) <= max(taus[: -self.patience])
-
-    def on_evaluate(self, args: Eagle3Config, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.fell(args, state):
-            logger.warning("%s fell: stopping at step %d", args.metric_for_best_model, state.global_step)
-            control.should_training_stop = True
-
-    def on_step_end(self, args: Eagle3Config, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.fell(args, state):
-            control.should_training_stop = True
-            control.should_log = control.should_evaluate = control.should_save = False
-
-    on_epoch_end = on_step_end
 
 
 def check_draft_options(draft: LlamaForCausalLMEagle3, args: Eagle3Config) -> None:
