@@ -567,7 +567,7 @@ def markdown(content: dict) -> str:
         f"tokens, {options['dtype']}, by replay ({same} of {decoded} answers that were also decoded had the same "
         f"passes). Intervals: 95 %, bootstrap over seeds and questions.{weakness(rows)}",
         "\n".join(f"- {line}" for line in content["conclusions"]),
-        *(f"Unfinished: {line}" for line in content["unfinished"]),
+        *([f"Unfinished: {'; '.join(content['unfinished'])}"] if content["unfinished"] else []),
     ]
     if latency:
         widths = ", ".join(f"{value:.2f} ms over {width}" for width, value in latency["target"].items())

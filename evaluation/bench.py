@@ -21,7 +21,6 @@ them.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import sys
@@ -38,7 +37,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eagle3_llama.evaluation.acceptance import DEFINITION
 from eagle3_llama.evaluation.certificate import TREE, load_all
 from eagle3_llama.evaluation.tasks import TASKS, Question, is_correct, load_task
-from eagle3_llama.trainer.hub import provenance
+from eagle3_llama.trainer.hub import provenance, weights_digest
 
 Key = tuple[float, str, str, str]  # temperature, task, question_id, row
 BASELINE = "baseline"
@@ -202,12 +201,10 @@ def settings_of(args: argparse.Namespace, draft: PreTrainedModel) -> dict[str, A
         name: Path(value).resolve().name if value and os.path.exists(value) else value
         for name, value in (("target", args.target), ("draft", args.draft), ("tasks_dir", args.tasks_dir))
     }
-    digest, where = hashlib.sha256(), provenance()
-    for tensor in draft.state_dict().values():
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    where = provenance()
     return names | {
         "target_gguf_file": args.target_gguf_file,
-        "draft_weights": digest.hexdigest()[:16],
+        "draft_weights": weights_digest(draft),
         "dtype": args.dtype,
         "max_new_tokens": args.max_new_tokens,
         "limit": args.limit,

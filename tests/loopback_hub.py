@@ -52,15 +52,29 @@ def etag(path, data):
 
 
 def card_errors(text):
-    """The Hub refuses a card whose base_model or datasets are not ids of the Hub, such as local paths."""
+    """The Hub refuses a card whose base_model or datasets are not ids of the Hub, such as local paths, and one whose
+    metadata or results (model-index) cannot be read."""
     front = re.match(r"---\n(.*?)\n---", text, re.S)
-    errors = []
+    errors = metadata_errors(text) if front else []
     for key in "base_model", "datasets":
         named = re.search(rf"^{key}:(.*(?:\n *- .*)*)", front[1], re.M) if front else None
         values = re.split(r"\n *- |[\[\],]", named[1]) if named else []
         wrong = [value for value in (value.strip(" '\"") for value in values) if not re.fullmatch(HUB_ID + "|", value)]
         errors += [f'"{key}" with value "{value}" is not valid. Use an id from https://hf.co.' for value in wrong]
     return errors
+
+
+def metadata_errors(text):
+    """What the client's own reader says of the metadata, and results that are no numbers."""
+    from huggingface_hub import ModelCard  # not at the top: conftest.py sets the environment before
+
+    try:
+        results = ModelCard(text).data.eval_results or []
+    except Exception as error:  # of yaml, or ValueError
+        return [f"the metadata cannot be read: {error}"]
+    named = [result for result in results if not (result.task_type and result.dataset_type and result.metric_type)]
+    wrong = named + [result for result in results if not isinstance(result.metric_value, (int, float))]
+    return [f'"model-index" has a result that is not valid: {result}' for result in wrong]
 
 
 def folder(path):

@@ -133,7 +133,10 @@ def test_the_pushed_draft_carries_its_figures(hub, monkeypatch, recipe):
     assert b"base_model: tester/target" in files["README.md"]
     code = {"configuration_eagle3_llama.py", "modeling_eagle3_llama.py", "custom_generate/generate.py"}
     settings = {"config.json", "generation_config.json"}
-    assert set(files) == {".gitattributes", "README.md", "acceptance.json", "model.safetensors"} | settings | code
+    assert (
+        set(files)
+        == {".gitattributes", "README.md", "acceptance.json", "acceptance.png", "model.safetensors"} | settings | code
+    )
 
 
 def test_a_lora_by_flags(tmp_path, hub, monkeypatch, recipe):

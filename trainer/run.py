@@ -214,6 +214,7 @@ def main() -> None:
         card={
             "datasets": script.dataset_name,
             "target_revision": script.target_revision,
+            "target_gguf_file": script.target_gguf_file,
             "target_adapter": script.target_adapter,
         },
     )
