@@ -283,6 +283,8 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
             hidden_states = self.fuse(hidden_states)
         past = 0 if cache is None else cache.get_seq_length()
         if documents is not None:
+            if attention_mask is not None:
+                raise ValueError("attention_mask and documents exclude each other: documents leave no padding")
             position_ids = document_positions(documents, input_ids)
         elif position_ids is None:
             position_ids = default_positions(input_ids, attention_mask, past)
@@ -342,7 +344,8 @@ class LlamaForCausalLMEagle3(PreTrainedModel):
     def rotary_tables(self, position_ids: Tensor) -> Rotary:
         """cos and sin [B,S,d] in fp32."""
         if self._rotary is None:
-            object.__setattr__(self, "_rotary", LlamaRotaryEmbedding(self.config))
+            # On the device: it is no submodule that would move there, and a copy at every step waits for the GPU.
+            object.__setattr__(self, "_rotary", LlamaRotaryEmbedding(self.config).to(position_ids.device))
         return self._rotary(torch.empty(0, dtype=torch.float32, device=position_ids.device), position_ids)
 
     # ---- loading and saving ----

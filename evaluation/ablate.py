@@ -14,9 +14,10 @@ what is there can be compared; the report is written again after each cell, and 
 
 Definitions: tau as in acceptance.py, by replay (evaluation/replay.py) of the target's own greedy answers; of a task it
 is new tokens / target passes of all its questions, "mean" is the plain mean over tasks. Intervals are 95 % of a
-bootstrap that draws seeds and, within each task, questions, the same ones for all cells. Projected tokens per second
-are tau / (a target pass over K+1 tokens + a chain of K draft tokens): at batch 1, nothing else counted. Seconds of
-training are tokens / median tokens per second of the log. Latencies and tau are in `--dtype`.
+bootstrap that draws seeds and, within each task, questions, the same ones for all cells. A difference counts as shown
+when its interval, and Student's over the seeds alone, exclude zero: with two seeds hardly ever. Projected tokens per
+second are tau / (a target pass over K+1 tokens + a chain of K draft tokens): at batch 1, nothing else counted. Seconds
+of training are tokens / median tokens per second of the log. Latencies and tau are in `--dtype`.
 
 Shapes: C cells, T tasks, Q questions of a task, R resamples, K draft tokens.
 """
@@ -61,6 +62,9 @@ from eagle3_llama.trainer.hub import RECIPE, plain, provenance
 OWN = ("num_hidden_layers", "embed_fusion", "intermediate_size", "seed", "output_dir")  # what a cell sets itself
 CONTEXT = 256  # tokens in the caches while passes are timed
 RESAMPLES = 4000
+# 97.5 % quantiles of Student's t, for 1 to 9 degrees of freedom; more get the last.
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+NOT_SHOWN = "no difference shown"
 SAME_TOKENS = ("tokens", "order", "data", "vocabulary")  # what the cells of a seed must have in common
 
 
@@ -399,6 +403,18 @@ def interval(values: np.ndarray) -> list[float]:
     return np.quantile(values, [0.025, 0.975]).tolist()
 
 
+def t_interval(differences: np.ndarray) -> list[float] | None:
+    """95 % of Student's t over seeds -> [low, high]; None of one seed.
+
+    A bootstrap of two or three seeds is far too narrow: of pure noise it calls every second to fourth a difference.
+    """
+    seeds = len(differences)
+    if seeds == 1:
+        return None
+    half = STUDENT_T[min(seeds - 1, len(STUDENT_T)) - 1] * differences.std(ddof=1) / seeds**0.5
+    return [differences.mean() - half, differences.mean() + half]
+
+
 def step_milliseconds(latency: dict, shape: str, tau: float) -> float:
     """One step of the decoding loop: a pass over K+1 tokens, a chain after round(tau) new ones."""
     chain = latency[shape]["chain"]
@@ -421,6 +437,7 @@ def compare(a: list[dict], b: list[dict], latency: dict | None) -> dict:
         "difference": (means_a - means_b).mean(),
         "interval": interval((drawn_a - drawn_b).mean(-1)),
         "by_seed": (taus_a - taus_b).mean(axis=1).tolist(),
+        "seed_interval": t_interval((taus_a - taus_b).mean(axis=1)),
         "per_task": {
             task: {"difference": means_a[i] - means_b[i], "interval": interval(drawn_a[:, i] - drawn_b[:, i])}
             for i, task in enumerate(a[0]["tasks"])
@@ -451,12 +468,13 @@ def in_words(shape: str) -> str:
 def conclude(figures: dict) -> str:
     """A comparison in words."""
     a, b, (low, high) = in_words(figures["a"]), in_words(figures["b"]), figures["interval"]
-    verdict = f"{a} accepts more" if low > 0 else f"{b} accepts more" if high < 0 else "no difference shown"
+    least, most = figures["seed_interval"] or (-1, 1)
+    verdict = f"{a} accepts more" if min(low, least) > 0 else f"{b} accepts more" if max(high, most) < 0 else NOT_SHOWN
     by_seed = " ".join(f"{difference:+.3f}" for difference in figures["by_seed"])
     line = f"{a} - {b}: tau {figures['difference']:+.3f} [{low:+.3f}, {high:+.3f}], by seed {by_seed}: {verdict}"
     if "speed_ratio" in figures:
         low, high = figures["speed_interval"]
-        faster = f"{a} is faster" if low > 1 else f"{b} is faster" if high < 1 else "no difference shown"
+        faster = f"{a} is faster" if low > 1 else f"{b} is faster" if high < 1 else NOT_SHOWN
         line += f"; projected speed x {figures['speed_ratio']:.3f} [{low:.3f}, {high:.3f}]: {faster}"
     return line
 
@@ -580,7 +598,12 @@ def weakness(rows: dict) -> str:
     fewest = min(len(row["seeds"]) for row in rows.values())
     if fewest == 1:
         return " With one seed they say nothing about other seeds."
-    return f" {fewest} seeds say little about other seeds: those intervals are too narrow." if fewest < 5 else ""
+    if fewest >= 5:
+        return ""
+    return (
+        f" {fewest} seeds say little about other seeds: those intervals are too narrow, and a difference counts "
+        "as shown only when Student's interval over the seeds excludes zero as well."
+    )
 
 
 def draw(rows: dict, path: Path) -> None:

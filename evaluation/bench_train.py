@@ -92,7 +92,6 @@ def random_draft(geometry: str, layers: int, dtype: torch.dtype) -> LlamaForCaus
     embeddings = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype).requires_grad_(False)
     draft.bind_target(SimpleNamespace(config=target_config, get_input_embeddings=lambda: embeddings))
     draft.ttt_attention = flash_ttt_attention
-    spare_activations(draft)
     return draft.train()
 
 
@@ -171,6 +170,8 @@ def measure_step(args: argparse.Namespace, slots: int, layers: int) -> dict:
     dtype = getattr(torch, args.dtype)
     with torch.device(args.device):
         draft = random_draft(args.geometry, layers, dtype)
+        if not args.checkpoint_steps:  # as the trainer
+            spare_activations(draft)
         inputs = random_inputs(draft, slots, dtype)
     mixed = {torch.float32: "no", torch.bfloat16: "bf16"}[dtype]
     accelerator = Accelerator(mixed_precision=mixed, cpu=args.device == "cpu")
@@ -366,8 +367,6 @@ def measure_all(args: argparse.Namespace, path: Path) -> dict:
         if run.returncode:
             reason = (run.stderr.strip().splitlines() or ["killed, out of memory?"])[-1]
             print(f"{cell}: failed, exit status {run.returncode}: {reason}", flush=True)
-            if cell[0] == OURS:
-                raise SystemExit(1)
             continue
         found = read_cell(args, *cell, run.stdout)
         results["cells"].append(found)
@@ -481,6 +480,9 @@ def bench(args: argparse.Namespace) -> int:
     """All cells, table and figure. Returns the exit status."""
     good = args.device == "cpu" or run_cuda_tests()
     results = measure_all(args, Path(f"{args.output}.json"))
+    if not any(cell["engine"] == OURS for cell in results["cells"]):
+        print("no step of ours could be measured, see above")
+        return 1
     write(args, "", results, markdown(results))
     if args.figure:
         figure(results, Path(args.figure))

@@ -231,6 +231,16 @@ def test_a_planted_difference_is_found_and_none_is_not():
     assert found["interval"][0] < found["difference"] < found["interval"][1]
 
 
+def test_two_seeds_that_disagree_or_one_alone_show_no_difference():
+    found = ablate.compare(made_up("2 first", 0.03), made_up("1", 0.0), None)
+    assert found["seed_interval"][0] > 0
+    assert "no difference shown" in ablate.conclude(
+        found | {"seed_interval": ablate.t_interval(np.array([0.01, 0.05]))}
+    )
+    assert ablate.t_interval(np.array([0.030, 0.032]))[0] > 0
+    assert "no difference shown" in ablate.conclude(found | {"seed_interval": ablate.t_interval(np.array([0.03]))})
+
+
 def test_the_draws_are_paired_and_the_interval_knows_the_seeds():
     control = made_up("1", 0.0)
     assert np.ptp(np.subtract(*ablate.resample([control, control]))) == 0

@@ -47,6 +47,10 @@ class Eagle3Config(_BaseConfig):
 
     # ---- data and loss ----
     max_length: int = field(default=2048, metadata={"help": "Tokens of a row; longer conversations are cut."})
+    max_document_length: int | None = field(
+        default=None,
+        metadata={"help": "Tokens of a conversation, where rows hold several of them (packing). Default: max_length."},
+    )
     packing: bool = field(
         default=False,
         metadata={
@@ -114,9 +118,16 @@ class Eagle3Config(_BaseConfig):
         super().__post_init__()
         if self.ttt_steps < 1:
             raise ValueError(f"ttt_steps is {self.ttt_steps}; at least 1 step is trained")
-        if self.max_length < 2 + self.ttt_steps:
+        if self.max_document_length is None:
+            self.max_document_length = self.max_length
+        if self.max_document_length > self.max_length:
             raise ValueError(
-                f"max_length {self.max_length} leaves no slot for {self.ttt_steps} steps; raise it to "
+                f"max_document_length {self.max_document_length} is more than a row holds: raise max_length "
+                f"{self.max_length}"
+            )
+        if self.max_document_length < 2 + self.ttt_steps:
+            raise ValueError(
+                f"max_length {self.max_document_length} leaves no slot for {self.ttt_steps} steps; raise it to "
                 f"{2 + self.ttt_steps} or more"
             )
         if self.hub_strategy not in ("every_save", "end"):

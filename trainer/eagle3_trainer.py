@@ -86,6 +86,11 @@ class Eagle3Trainer(_BaseTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple = (None, None),
     ):
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"one process sees {args.n_gpu} GPUs, and a row is not split over them: start it by torchrun "
+                "--nproc_per_node, or choose one by CUDA_VISIBLE_DEVICES"
+            )
         if peft_config is not None and model is None:
             raise ValueError("an adapter needs a trained draft: give `model` (--draft_name_or_path) with peft_config")
         if processing_class is None or len(processing_class) > target.config.vocab_size:
@@ -108,7 +113,8 @@ class Eagle3Trainer(_BaseTrainer):
         else:
             check_draft_options(model, args)
         self.draft = model.bind_target(target)
-        spare_activations(self.draft)
+        if not args.checkpoint_steps:  # which keeps less by itself
+            spare_activations(self.draft)
         if model.config.target_name is None and is_hub_name(target.config._name_or_path):
             model.config.target_name = target.config._name_or_path
         if peft_config is not None:
@@ -142,11 +148,15 @@ class Eagle3Trainer(_BaseTrainer):
 
     @staticmethod
     def _prepare_dataset(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, args: Eagle3Config) -> Dataset:
-        if is_ready(dataset, args.max_length):
+        if not isinstance(dataset, Dataset):
+            raise ValueError(f"a {type(dataset).__name__} cannot be trained on: give a datasets.Dataset")
+        if "seq_lengths" in dataset.column_names:
+            raise ValueError("these rows are packed already: give the conversations themselves, and packing=True")
+        if is_ready(dataset, args.max_document_length):
             return dataset
         if set(dataset.column_names) != set(ROWS):
             dataset, _ = normalise_dataset(dataset, "the data set", skip_malformed=False)
-        dataset, dropped = tokenize_rows(dataset, tokenizer, args.max_length, args.dataset_num_proc)
+        dataset, dropped = tokenize_rows(dataset, tokenizer, args.max_document_length, args.dataset_num_proc)
         if dropped:
             reasons = ", ".join(f"{count} ({reason})" for reason, count in dropped.most_common())
             logger.warning("%d rows to train on, dropped: %s", len(dataset), reasons)

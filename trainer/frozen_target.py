@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
+from eagle3_llama.modeling_eagle3_llama import repeat_heads
+
 
 def load_target(
     name_or_path: str,
@@ -116,9 +118,13 @@ def document_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, documents: list[int], **_: Any
 ) -> tuple[Tensor, None]:
     """Causal attention within each document: query [1,h,S,d], key and value [1,kv,S,d] -> [1,S,h,d]."""
+    if query.is_cuda and query.dtype == torch.float32:  # its memory-efficient kernel does not share key heads
+        key, value = repeat_heads(key, query), repeat_heads(value, query)
+    grouped = key.shape[1] < query.shape[1]
     parts = zip(*(x.split(documents, dim=2) for x in (query, key, value)), strict=True)
     outputs = [
-        F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True, scale=module.scaling) for part in parts
+        F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=grouped, scale=module.scaling)
+        for part in parts
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 

@@ -46,8 +46,8 @@ DRAFT_FILES = re.compile(
 )
 RECIPE = (
     "optim learning_rate lr_scheduler_type warmup_steps adam_beta1 adam_beta2 weight_decay max_grad_norm max_length "
-    "packing train_sampling_strategy ttt_steps per_device_train_batch_size gradient_accumulation_steps max_steps "
-    "num_train_epochs seed bf16"
+    "max_document_length packing train_sampling_strategy ttt_steps per_device_train_batch_size "
+    "gradient_accumulation_steps max_steps num_train_epochs seed bf16"
 ).split()
 FIGURES = ("tau", "acceptance_per_position", "tokens_per_second")
 

@@ -31,6 +31,8 @@ from eagle3_llama.trainer.frozen_target import end_of_turn_ids, load_target
 from eagle3_llama.trainer.hub import RECIPE, provenance, push_draft, write_card
 from eagle3_llama.trainer.records import load_rows
 
+# What else changes the weights, if only by rounding.
+ROUNDING = "data_seed adam_epsilon fp16 ttt_attention target_tokens_at_once world_size".split()
 PROJECTIONS = ["fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -43,7 +45,9 @@ class ScriptArguments:
     target_gguf_file: str | None = field(default=None, metadata={"help": "GGUF file in that folder, dequantised."})
     target_adapter: str | None = field(default=None, metadata={"help": "PEFT adapter to merge into the target."})
     target_dtype: str = field(default="bfloat16", metadata={"help": "dtype of the target while training."})
-    target_attn_implementation: str | None = field(default=None, metadata={"help": "sdpa, eager, flash_attention_2."})
+    target_attn_implementation: str | None = field(
+        default=None, metadata={"help": "sdpa or flash_attention_2; in training eager runs as sdpa."}
+    )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code from the target's repository."})
 
     draft_name_or_path: str | None = field(default=None, metadata={"help": "A draft to go on from or to adapt."})
@@ -92,7 +96,7 @@ def load_data(script: ScriptArguments, args: Eagle3Config, tokenizer) -> tuple[D
         max_samples=script.max_samples,
         seed=args.seed,
     )
-    dataset, dropped = tokenize_rows(rows, tokenizer, args.max_length, args.dataset_num_proc)
+    dataset, dropped = tokenize_rows(rows, tokenizer, args.max_document_length, args.dataset_num_proc)
     reasons = "".join(f", {count} dropped ({reason})" for reason, count in dropped.most_common())
     print(f"{len(dataset)} conversations, {report.malformed} malformed records skipped{reasons}")
     if not script.eval_samples or script.preview:
@@ -118,7 +122,7 @@ def check_recipe(script: ScriptArguments, args: Eagle3Config) -> None:
     """Remember the recipe in the output folder; a ValueError if it holds a run of another one."""
     ignored = re.compile("preview|measure_.*|max_prompt_length|trust_remote_code")
     recipe = {key: value for key, value in asdict(script).items() if not ignored.fullmatch(key)}
-    recipe |= {key: getattr(args, key) for key in (*DRAFT_OPTIONS, *RECIPE)}
+    recipe |= {key: getattr(args, key) for key in (*DRAFT_OPTIONS, *RECIPE, *ROUNDING)}
     recipe = json.loads(json.dumps(recipe, default=str))
     path = Path(args.output_dir) / "recipe.json"
     if path.exists() and last_checkpoint(args.output_dir):

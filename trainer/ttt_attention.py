@@ -106,12 +106,13 @@ def causal_block_backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             d_output, query, key, value, output, lse, 0.0, True, attn_mask=bias
         )
+    lse = lse.contiguous()  # a document's part of a row is not, and these kernels read it as if it were
     if d_output.stride(-1) != 1:  # CUDA's kernels refuse the gradient of a sum, which is one number expanded
         d_output = d_output.contiguous()
     if uses_efficient_kernel(query, bias):
         groups, bias = key.shape[1], None if bias is None else bias.expand(*query.shape[:3], -1)
         key, value = repeat_heads(key, query), repeat_heads(value, query)
-        lse = F.pad(lse, (0, -lse.shape[2] % 32))
+        lse = F.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))  # rows past the end have no weight
         d_query, d_key, d_value, _ = aten._scaled_dot_product_efficient_attention_backward(
             d_output, query, key, value, bias, output, lse, *extra, 0.0, [True, True, True, False], True
         )
