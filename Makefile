@@ -1,5 +1,5 @@
 # make demo   distils a draft for SmolLM2-135M-Instruct and measures it (about 15 minutes on two cores)
-# make test   the tests (3 minutes); make test-slow: the long ones; make quality: lint; make style: mend the lint
+# make test   the tests (5 minutes); make test-slow: the long ones; make quality: lint; make style: mend the lint
 # make certificate, make bench-decode, make bench: losslessness, speed, and the five tasks, of the demo's draft
 # make bench-train: time and memory of the training step (PEERS=folder: other projects' beside it; DEVICE=cuda)
 # make ablation: how many layers, and should the later ones read the embeddings? (hours; it resumes)
@@ -34,7 +34,7 @@ demo: .venv/installed
 		--dataset_name $(SHAREGPT)
 
 test: .venv/installed
-	@echo "running the tests (about 3 minutes on two cores)"
+	@echo "running the tests (about 5 minutes on two cores)"
 	@$(BIN)/python -m pytest
 
 test-slow: .venv/installed
@@ -49,7 +49,7 @@ bench-decode: .venv/installed
 	@$(BIN)/python evaluation/bench_decode.py $(TARGET) --draft $(DRAFT)
 
 bench: .venv/installed
-	@echo "five tasks, ten questions each, with and without the draft: about 20 minutes on two cores"
+	@echo "five tasks, ten questions each, with and without the draft: about 15 minutes on two cores"
 	@$(BIN)/python evaluation/bench.py $(TARGET) --draft $(DRAFT) --limit 10 $(if $(TASKS),--tasks_dir $(TASKS))
 
 bench-train: .venv/installed
