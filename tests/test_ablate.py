@@ -126,6 +126,7 @@ def test_a_stopped_ablation_goes_on_and_its_report_compares_all_cells(command, c
         command("--max_steps", "5")
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_trainer_and_the_next_run_goes_on_from_its_checkpoint(command, monkeypatch):
     cell = command.out / "cells" / "1-first-seed1"
     steps = ["--max_steps", "200", "--save_steps", "10"]

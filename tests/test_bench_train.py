@@ -46,6 +46,7 @@ def test_every_token_is_supervised_and_within_the_draft_vocabulary():
     assert result.covered == 22
 
 
+@pytest.mark.slow
 def test_one_step_in_its_own_process():
     words = [sys.executable, bench_train.__file__, "--one", "2048", "2", *TOY, "--dtype", "bfloat16"]
     cell = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)

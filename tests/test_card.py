@@ -181,6 +181,7 @@ def test_the_code_on_the_card_runs_as_it_stands(hub, tmp_path, run_clean):
     assert run_clean(snippet(text)).strip() == plain_answer(target) != ""
 
 
+@pytest.mark.slow
 def test_the_code_on_an_adapters_card_runs_too(hub, tmp_path, run_clean):
     target = toy_target()
     push_target(target)

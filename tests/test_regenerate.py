@@ -372,6 +372,7 @@ def test_a_server_that_is_not_there(chats, tmp_path, monkeypatch):
         call(monkeypatch, "--base_url", "http://127.0.0.1:9/v1", "--prompts", chats, "--output", tmp_path / "o.jsonl")
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(server, chats, tmp_path):
     command = [sys.executable, regenerate.__file__, "--base_url", server.url, "--prompts", chats]
     server.faults = [503] * 1000  # it tries again for two minutes
