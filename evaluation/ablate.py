@@ -24,6 +24,7 @@ Shapes: C cells, T tasks, Q questions of a task, R resamples, K draft tokens.
 
 import argparse
 import contextlib
+import copy
 import fcntl
 import hashlib
 import json
@@ -55,7 +56,7 @@ from eagle3_llama.modeling_eagle3_llama import LlamaForCausalLMEagle3
 from eagle3_llama.trainer import run
 from eagle3_llama.trainer.conversations import DATE
 from eagle3_llama.trainer.eagle3_config import Eagle3Config
-from eagle3_llama.trainer.eagle3_trainer import DRAFT_OPTIONS
+from eagle3_llama.trainer.eagle3_trainer import DRAFT_OPTIONS, draft_config
 from eagle3_llama.trainer.frozen_target import end_of_turn_ids, load_target
 from eagle3_llama.trainer.hub import RECIPE, plain, provenance
 
@@ -281,18 +282,11 @@ def measure(
     return {"tasks": figures, "decoded": len(answers), "decoded_the_same": same}
 
 
-def draft_config(target: PreTrainedModel, args: Eagle3Config, cell: Cell) -> Eagle3LlamaConfig:
+def cell_config(target: PreTrainedModel, args: Eagle3Config, cell: Cell) -> Eagle3LlamaConfig:
     """The configuration that the trainer gives this cell's draft."""
-    return Eagle3LlamaConfig.from_target(
-        target.config,
-        num_hidden_layers=cell.layers,
-        embed_fusion=cell.fusion,
-        intermediate_size=cell.width,
-        draft_vocab_size=args.draft_vocab_size,
-        eagle_aux_hidden_state_layer_ids=args.captured_layers,
-        fc_norm=args.fc_norm,
-        norm_output=args.norm_output,
-    )
+    args = copy.copy(args)
+    args.num_hidden_layers, args.embed_fusion, args.intermediate_size = cell.layers, cell.fusion, cell.width
+    return draft_config(target, args)
 
 
 def count_parameters(config: Eagle3LlamaConfig) -> int:
@@ -302,7 +296,7 @@ def count_parameters(config: Eagle3LlamaConfig) -> int:
 
 def matched_width(target: PreTrainedModel, args: Eagle3Config, layers: int) -> int:
     """MLP width at which one layer has the parameters of that many layers of "first", to within half a unit."""
-    deep, flat = (count_parameters(draft_config(target, args, Cell(n, "first", 0))) for n in (layers, 1))
+    deep, flat = (count_parameters(cell_config(target, args, Cell(n, "first", 0))) for n in (layers, 1))
     return target.config.intermediate_size + round((deep - flat) / (3 * target.config.hidden_size))
 
 
@@ -733,7 +727,7 @@ def prepare(args: argparse.Namespace, extra: list[str], folder: Path) -> tuple[l
     key = digest([answers_key, args.num_draft_tokens])
     plan = {"cells": [asdict(cell) for cell in cells], "key": key, "options": shown}
     save_plan(folder, plan | {"training": training_options(script, options)})
-    configs = {cell.shape: draft_config(target, options, cell) for cell in cells}
+    configs = {cell.shape: cell_config(target, options, cell) for cell in cells}
     with on_device(target):
         answers = cached_answers(folder / "answers.json", answers_key, target, tokenizer, args)
         cached_latencies(folder / "latency.json", digest([key, list(configs)]), target, configs, args.num_draft_tokens)

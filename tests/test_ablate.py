@@ -295,7 +295,7 @@ def test_the_wide_cell_has_as_many_parameters_as_the_deepest(folder):
     target = toy_target()
     width = ablate.matched_width(target, options, 3)
     counts = [
-        ablate.count_parameters(ablate.draft_config(target, options, cell))
+        ablate.count_parameters(ablate.cell_config(target, options, cell))
         for cell in (Cell(1, "first", 1, width), Cell(3, "first", 1))
     ]
     assert abs(counts[0] - counts[1]) <= 3 * 32 / 2 and width > 48

@@ -166,18 +166,7 @@ class Eagle3Trainer(_BaseTrainer):
         self, target: PreTrainedModel, args: Eagle3Config, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
     ) -> LlamaForCausalLMEagle3:
         """A new draft: vocabulary from the supervised tokens, head rows and final norm from the target."""
-        config = Eagle3LlamaConfig.from_target(
-            target.config,
-            num_hidden_layers=args.num_hidden_layers,
-            embed_fusion=args.embed_fusion,
-            intermediate_size=args.intermediate_size,
-            draft_vocab_size=args.draft_vocab_size,
-            eagle_aux_hidden_state_layer_ids=args.captured_layers,
-            fc_norm=args.fc_norm,
-            norm_output=args.norm_output,
-            target_name=args.target_name,
-            dtype=torch.float32,
-        )
+        config = draft_config(target, args)
         torch.manual_seed(args.seed)
         draft = LlamaForCausalLMEagle3(config)
         if config.draft_vocab_size < config.vocab_size:
@@ -368,6 +357,22 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
 def pack(dataset: Dataset, max_length: int) -> Dataset:
     """Documents in rows of at most `max_length` tokens, best fit; their lengths are in the column `seq_lengths`."""
     return pack_dataset(dataset, max_length, map_kwargs={"load_from_cache_file": False, "desc": "Packing"})
+
+
+def draft_config(target: PreTrainedModel, args: Eagle3Config) -> Eagle3LlamaConfig:
+    """The configuration of a new draft of that target."""
+    return Eagle3LlamaConfig.from_target(
+        target.config,
+        num_hidden_layers=args.num_hidden_layers,
+        embed_fusion=args.embed_fusion,
+        intermediate_size=args.intermediate_size,
+        draft_vocab_size=args.draft_vocab_size,
+        eagle_aux_hidden_state_layer_ids=args.captured_layers,
+        fc_norm=args.fc_norm,
+        norm_output=args.norm_output,
+        target_name=args.target_name,
+        dtype=torch.float32,
+    )
 
 
 def check_draft_options(draft: LlamaForCausalLMEagle3, args: Eagle3Config) -> None:

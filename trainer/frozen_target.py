@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
-from eagle3_llama.modeling_eagle3_llama import repeat_heads
+from eagle3_llama.modeling_eagle3_llama import document_positions, repeat_heads
 
 
 def load_target(
@@ -72,12 +72,11 @@ def capture(
     for group in group_documents([input_ids.shape[1]] if documents is None else documents, tokens_at_once):
         ids = input_ids[:, start : start + sum(group)]
         start += sum(group)
-        positions = torch.cat([torch.arange(length, device=ids.device) for length in group])[None]
         with attention_by_document(target):
             # A list records only these entries (transformers >= 5.23), numbered as in `hidden_states`.
             output = target.get_decoder()(
                 input_ids=ids,
-                position_ids=positions,
+                position_ids=document_positions(group, ids),
                 use_cache=False,
                 output_hidden_states=list(layer_ids),
                 documents=group,

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from eagle3_llama.modeling_eagle3_llama import document_positions
+
 STEP_DECAY = 0.8  # weight of step k is 0.8^k (EAGLE-3, 2503.01840)
 TARGET_CHUNK = 256  # supervised tokens whose full-vocabulary logits exist at one time
 # Bytes of one chunk of draft logits in fp32. On the CPU blocks of 32 MB and more are mapped anew, page by page, at
@@ -45,8 +47,9 @@ class ChainLoss:
 
 def document_places(mask: Tensor, documents: list[int] | None) -> Tensor:
     """[S]: each token's place in its document, from 0. mask [B,S]."""
-    lengths = [mask.shape[1]] if documents is None else documents
-    return torch.cat([torch.arange(length, device=mask.device) for length in lengths])
+    if documents is None:
+        return torch.arange(mask.shape[1], device=mask.device)
+    return document_positions(documents, mask)[0]
 
 
 def predicted_tokens(assistant_mask: Tensor, documents: list[int] | None = None) -> Tensor:
